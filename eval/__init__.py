@@ -1,0 +1,1 @@
+"""Judge artifacts: targets -> metrics -> gate -> report. Start reading at `eval.gate`."""

@@ -1,0 +1,1 @@
+"""Prepare models: recipe -> plan -> pipeline -> artifact. Start reading at `quant.pipeline`."""

@@ -1,0 +1,134 @@
+"""Schemes: how one module's weight (and its input) is represented. Frozen values, no tensors.
+
+A scheme is written down per module in artifact.json and never inferred from tensor names. The
+vocabulary is compressed-tensors' (see docs/artifact-format.md); `quant.artifact.dialect` turns
+schemes into config.json's `quantization_config` and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from quant.artifact.errors import SchemeError
+
+Layout = Literal["dense", "pack-quantized", "int-quantized", "float-quantized"]
+GROUP_SIZES = (128, 64, 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightScheme:
+    """Codes of a weight [out, in]: `num_bits` ints or fp8 (e4m3), one scale per strategy unit.
+
+    group: along `in`, `group_size` columns share a scale; channel: a whole output row does.
+    Integer codes are signed, -2^(b-1) .. 2^(b-1)-1; asymmetric ones have a zero point in that range.
+    """
+
+    num_bits: int
+    kind: Literal["int", "float"]
+    symmetric: bool
+    strategy: Literal["group", "channel"]
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind == "float" and (self.num_bits != 8 or not self.symmetric):
+            raise SchemeError("float weights are fp8 e4m3: num_bits 8 and symmetric")
+        if self.kind == "int" and self.num_bits not in (4, 8):
+            raise SchemeError(f"integer weights have 4 or 8 bits, not {self.num_bits}")
+        if (self.strategy == "group") != (self.group_size is not None):
+            raise SchemeError("strategy 'group' goes with a group_size, 'channel' without one")
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+            raise SchemeError(f"group_size is one of {GROUP_SIZES}, not {self.group_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationScheme:
+    """Inputs of a module, quantized on the fly: one symmetric scale per token, made at run time."""
+
+    num_bits: int = 8
+    kind: Literal["int", "float"] = "int"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVScheme:
+    """The KV cache in fp8 e4m3 with one stored scale per layer and tensor ("tensor")."""
+
+    num_bits: int = 8
+    kind: Literal["float"] = "float"
+    strategy: Literal["tensor"] = "tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """What a module is on disk: layout, weight codes, activation rule. `DENSE` has neither."""
+
+    layout: Layout
+    weights: WeightScheme | None = None
+    activations: ActivationScheme | None = None
+
+    def __post_init__(self) -> None:
+        if (self.layout == "dense") != (self.weights is None):
+            raise SchemeError("a dense module has no weight scheme, a quantized one needs it")
+        if self.weights is not None:
+            check_layout(self.layout, self.weights, self.activations)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.weights is None
+
+    @property
+    def label(self) -> str:
+        """Short name for tables: `w4a16-g64`, `w4a16-g64-asym`, `w8a8-channel`, `dense`."""
+        if self.weights is None:
+            return "dense"
+        w, a = self.weights, self.activations
+        head = ("fp8" if w.kind == "float" else f"w{w.num_bits}a{a.num_bits if a else 16}")
+        unit = f"g{w.group_size}" if w.group_size else "channel"
+        return f"{head}-{unit}" + ("" if w.symmetric else "-asym")
+
+
+def check_layout(layout: Layout, w: WeightScheme, a: ActivationScheme | None) -> None:
+    """Raise SchemeError unless this layout can hold these codes and a serving engine accepts it."""
+    if layout == "pack-quantized" and (w.kind != "int" or a is not None):
+        raise SchemeError("pack-quantized holds integer weights with 16-bit activations")
+    if layout == "int-quantized" and (
+        w.kind != "int" or w.num_bits != 8 or not w.symmetric or w.strategy != "channel"
+        or a is None or a.kind != "int"
+    ):
+        raise SchemeError("int-quantized is W8A8: symmetric per-channel int8, dynamic int8 inputs")
+    if layout == "float-quantized" and (
+        w.kind != "float" or w.strategy != "channel" or a is None or a.kind != "float"
+    ):
+        raise SchemeError("float-quantized is fp8: per-channel e4m3, dynamic e4m3 inputs")
+
+
+DENSE = Scheme(layout="dense")
+
+_INT4 = WeightScheme(num_bits=4, kind="int", symmetric=True, strategy="group", group_size=128)
+_INT8 = WeightScheme(num_bits=8, kind="int", symmetric=True, strategy="channel")
+_FP8 = WeightScheme(num_bits=8, kind="float", symmetric=True, strategy="channel")
+
+PRESETS: dict[str, Scheme] = {
+    "dense": DENSE,
+    "w4a16": Scheme(layout="pack-quantized", weights=_INT4),
+    "w8a16": Scheme(layout="pack-quantized", weights=replace(_INT4, num_bits=8)),
+    "w8a8": Scheme(layout="int-quantized", weights=_INT8, activations=ActivationScheme()),
+    "fp8": Scheme(
+        layout="float-quantized", weights=_FP8, activations=ActivationScheme(kind="float")
+    ),
+}
+
+
+def preset(name: str) -> Scheme:
+    """The scheme called `name`; SchemeError lists the known names."""
+    if name not in PRESETS:
+        raise SchemeError(f"unknown scheme {name!r}; known: {', '.join(sorted(PRESETS))}")
+    return PRESETS[name]
+
+
+def with_group_size(scheme: Scheme, group_size: int | None) -> Scheme:
+    """The same scheme with groups of `group_size` columns (None: one scale per channel)."""
+    assert scheme.weights is not None
+    strategy: Literal["group", "channel"] = "channel" if group_size is None else "group"
+    weights = replace(scheme.weights, strategy=strategy, group_size=group_size)
+    return replace(scheme, weights=weights)

@@ -1,0 +1,1 @@
+"""Quantization methods as pure functions: (weight, statistics, scheme) -> QuantizedWeight."""

@@ -1,0 +1,1 @@
+"""Run artifacts: loader -> decoder -> engine -> server. Start reading at `runtime.engine.engine`."""

@@ -1,0 +1,1 @@
+"""The engine: schedule, execute, collect. Knows no text and no HTTP."""

@@ -1,0 +1,35 @@
+"""StepInputs: everything one forward pass needs to know, as an explicit argument.
+
+The engine fills it (`runtime.engine.batch`), the decoder reads it; the type lives here so that no
+import points upward. A batch is a list of *spans*: span i is `query_lens[i]` new tokens of one
+sequence whose KV then holds `seq_lens[i]` tokens. A decode is a span of one.
+
+Shape legend: T tokens in the step, S spans, R rows of logits, B blocks of the longest sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """Tensors of one step, on the model's device; integer tensors are int64.
+
+    token_ids_T, positions_T: ids and absolute positions of the new tokens, spans one after another.
+    slots_T: where each new token's K/V goes: block id * block_size + offset in the block.
+    block_tables_SB: physical block ids of each span's sequence, padded with 0.
+    query_lens, seq_lens: per span, plain ints (host side): new tokens; KV length including them.
+    logit_rows_R: indices into T whose logits are wanted (the last row of a span that samples;
+        every row where prompt log-probs are asked for).
+    """
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    block_tables_SB: torch.Tensor
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    logit_rows_R: torch.Tensor
