@@ -1,0 +1,39 @@
+# `make demo` and `make test` need nothing but Python >= 3.11 and make; they set up .venv themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODELS := .cache/models
+GGUF := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+# A triton that fits the CPU build of torch does not exist for every platform; the kernels need it
+# on GPU hosts only, so CI leaves it out.
+STAMP := $(VENV)/.weighbridge-set-up
+
+.PHONY: demo test check model set-up clean
+
+demo: set-up model
+	$(BIN)/python scripts/demo.py --model $(GGUF)
+
+test: set-up model
+	$(BIN)/python -m pytest
+
+check: set-up
+	scripts/check
+
+set-up: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) scripts/require_python.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip<26.2"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
+	@touch $@
+
+model: $(GGUF)
+
+$(GGUF): scripts/fetch_model.py | set-up
+	$(BIN)/python scripts/fetch_model.py --out $(MODELS)
+
+clean:
+	rm -rf $(VENV) .cache demo-output dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
