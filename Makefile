@@ -4,8 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODELS := .cache/models
 GGUF := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
-# A triton that fits the CPU build of torch does not exist for every platform; the kernels need it
-# on GPU hosts only, so CI leaves it out.
 STAMP := $(VENV)/.weighbridge-set-up
 
 .PHONY: demo test check model set-up clean

@@ -4,6 +4,4 @@ import sys
 
 if sys.version_info < (3, 11):
     found = ".".join(str(part) for part in sys.version_info[:3])
-    sys.exit(
-        f"error: Python {found} found, 3.11 or newer needed; run `make PYTHON=python3.12 ...`"
-    )
+    sys.exit(f"error: Python {found} found, 3.11 or newer needed; run `make PYTHON=python3.12 ...`")

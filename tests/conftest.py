@@ -145,7 +145,7 @@ def calibration_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def artifact(
     tmp_path_factory: pytest.TempPathFactory, calibration_file: Path
 ) -> Callable[..., Path]:
-    """`artifact(model_dir, scheme="w4a16", method="rtn", group_size=32, ...)` -> a sealed artifact."""
+    """`artifact(model_dir, scheme="w4a16", method="rtn", ...recipe keys)` -> a sealed artifact."""
     made: dict[str, Path] = {}
 
     def make(model: Path, *, method: str = "rtn", **recipe: Any) -> Path:
