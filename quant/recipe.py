@@ -1,0 +1,390 @@
+"""Recipes: what to make of a model, as a YAML file checked to the last key.
+
+A recipe names a scheme and a method, the modules to leave alone (`skip`), the modules to treat
+otherwise (`overrides`) and how to calibrate. It knows nothing of any model: `quant.plan` applies it
+to one. Patterns match the *whole* module name: a glob (`*` matches any characters, dots too; case
+counts) or, after `re:`, a regular expression. So `model.layers.1.*` is layer 1 and never 10 to 19,
+and `down_proj` alone matches nothing: write `*.down_proj`.
+
+The last override that matches a module wins, and `skip` wins over all of them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
+
+from quant.artifact.errors import SchemeError
+from quant.artifact.scheme import (
+    DENSE,
+    ActivationScheme,
+    Layout,
+    Scheme,
+    WeightScheme,
+    preset,
+    with_group_size,
+)
+from quant.errors import RecipeError
+from quant.located_yaml import LocatedYaml, parse_yaml
+from quant.recipe_errors import Finding, explain_validation, render_findings
+
+MethodName = Literal["none", "rtn", "gptq"]
+SchemeName = Literal["dense", "w4a16", "w8a16", "w8a8", "fp8"]
+GroupSize = Literal[32, 64, 128, "channel"]
+DTypeName = Literal["auto", "float32", "float16", "bfloat16"]
+DEFAULT_GROUP_SIZE = 128
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class WeightsSection(_Section):
+    """`weights:`, the long form of a scheme's weight half."""
+
+    num_bits: Literal[4, 8]
+    kind: Literal["int", "float"] = "int"
+
+
+class ActivationsSection(_Section):
+    """`activations:`, dynamic per-token quantization of a module's input."""
+
+    num_bits: Literal[8] = 8
+    kind: Literal["int", "float"] = "int"
+
+
+class OverrideRule(_Section):
+    """One entry of `overrides:`; keys left out are the recipe's own."""
+
+    match: StrictStr
+    layers: tuple[StrictInt, ...] | None = None
+    scheme: SchemeName | None = None
+    weights: WeightsSection | None = None
+    activations: ActivationsSection | None = None
+    method: MethodName | None = None
+    group_size: GroupSize | None = None
+    symmetric: StrictBool | None = None
+
+
+class GPTQSettings(_Section):
+    """`gptq:`; damping is a fraction of the Hessian's mean diagonal, block_size counts columns."""
+
+    damping: Annotated[float, Field(gt=0, le=1)] = 0.01
+    act_order: StrictBool = True
+    block_size: Annotated[StrictInt, Field(ge=8, le=4096)] = 128
+    scale_search: StrictBool = True
+
+
+class CalibrationSettings(_Section):
+    """`calibration:`; samples counts windows, max_tokens and batch_tokens count tokens."""
+
+    samples: Annotated[StrictInt, Field(ge=1)] = 256
+    max_tokens: Annotated[StrictInt, Field(ge=2)] = 1024
+    seed: Annotated[StrictInt, Field(ge=0)] = 0
+    batch_tokens: Annotated[StrictInt, Field(ge=1)] = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRule:
+    """What a recipe wants for one module, before its shape is known.
+
+    `scheme` is None for a module that stays as it is; `reason` says which line decided.
+    """
+
+    scheme: Scheme | None
+    method: MethodName
+    reason: str
+
+
+class Recipe(_Section):
+    """A checked recipe. `text` is the file verbatim; `cli_overrides` what the caller changed."""
+
+    scheme: SchemeName | None = None
+    weights: WeightsSection | None = None
+    activations: ActivationsSection | None = None
+    method: MethodName
+    group_size: GroupSize | None = None
+    symmetric: StrictBool | None = None
+    dtype: DTypeName = "auto"
+    skip: tuple[StrictStr, ...] = ("lm_head",)
+    overrides: tuple[OverrideRule, ...] = ()
+    kv_cache: Literal["none", "fp8"] = "none"
+    gptq: GPTQSettings = GPTQSettings()
+    calibration: CalibrationSettings = CalibrationSettings()
+    model: StrictStr | None = None
+
+    _located: LocatedYaml = PrivateAttr()
+    _text: str = PrivateAttr()
+    _cli_overrides: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Recipe:
+        """Read and check a recipe file; RecipeError lists every fault with file, line and key."""
+        try:
+            text = path.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise RecipeError(
+                f"{path}: not UTF-8 text ({error.reason} at byte {error.start})"
+            ) from error
+        except OSError as error:
+            raise RecipeError(f"{path}: cannot read the recipe: {error.strerror}") from error
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "recipe") -> Recipe:
+        """A recipe from its text; `name` stands for the file in messages."""
+        located = parse_yaml(text, name)
+        if not isinstance(located.data, dict):
+            raise RecipeError(
+                f"{name}:1: found {_kind(located.data)}, expected keys such as `scheme:` and `method:`"
+            )
+        return cls._checked(located.data, located, text, {})
+
+    @classmethod
+    def _checked(
+        cls, data: Mapping[str, Any], located: LocatedYaml, text: str, changed: dict[str, Any]
+    ) -> Recipe:
+        try:
+            recipe = cls.model_validate(dict(data))
+        except ValidationError as error:
+            findings = explain_validation(error, cls, data)
+            raise RecipeError(render_findings(findings, located, changed)) from error
+        findings = list(_contradictions(recipe))
+        if findings:
+            raise RecipeError(render_findings(findings, located, changed))
+        recipe._located, recipe._text, recipe._cli_overrides = located, text, changed
+        return recipe
+
+    @property
+    def name(self) -> str:
+        """The file name without its suffix: `w4a16`."""
+        return Path(self._located.name).stem
+
+    @property
+    def text(self) -> str:
+        return self._text
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self._text.encode()).hexdigest()
+
+    @property
+    def cli_overrides(self) -> dict[str, Any]:
+        """Dotted key -> value for what `with_overrides` changed, in the order of the keys."""
+        return dict(self._cli_overrides)
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a method or the KV cache scales must see activations."""
+        methods = {self.method, *(rule.method for rule in self.overrides)}
+        return "gptq" in methods or self.kv_cache != "none"
+
+    def with_overrides(self, changes: Mapping[str, Any]) -> Recipe:
+        """A new recipe with dotted keys (`calibration.samples`) replaced; None leaves a key alone."""
+        given = {key: value for key, value in sorted(changes.items()) if value is not None}
+        data = {k: dict(v) if isinstance(v, dict) else v for k, v in self._located.data.items()}
+        changed = {**self._cli_overrides, **given}
+        for key, value in changed.items():
+            section, _, leaf = key.rpartition(".")
+            target = data.setdefault(section, {}) if section else data
+            if leaf == "scheme":
+                target.pop("weights", None)
+                target.pop("activations", None)
+            target[leaf] = value
+        return type(self)._checked(data, self._located, self._text, changed)
+
+    def module_rule(self, module: str, num_layers: int | None = None) -> ModuleRule:
+        """The rule for `module`. `num_layers` resolves negative `layers:` (-1 = the last)."""
+        for pattern in self.skip:
+            if matches(pattern, module):
+                return ModuleRule(scheme=None, method="none", reason=f"skip: {pattern}")
+        for rule in reversed(self.overrides):
+            if override_applies(rule, module, num_layers):
+                return _resolve(self, rule)
+        return _resolve(self, None)
+
+    def where(self, *path: str | int) -> str:
+        """`file:line` of a key, for messages about it."""
+        return self._located.where(path)
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether `pattern` (a glob, or `re:` and a regular expression) matches the whole name."""
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], module) is not None
+    return fnmatch.fnmatchcase(module, pattern)
+
+
+def layer_index(module: str) -> int | None:
+    """The decoder layer a module belongs to, None outside the layers."""
+    found = _LAYER.search(module)
+    return int(found[1]) if found else None
+
+
+def override_applies(rule: OverrideRule, module: str, num_layers: int | None) -> bool:
+    """Whether the rule's pattern and its `layers` both take `module`."""
+    if not matches(rule.match, module):
+        return False
+    if rule.layers is None:
+        return True
+    wanted = {i + num_layers if i < 0 and num_layers else i for i in rule.layers}
+    return layer_index(module) in wanted
+
+
+def _resolve(recipe: Recipe, rule: OverrideRule | None) -> ModuleRule:
+    named = recipe if rule is None or not (rule.scheme or rule.weights) else rule
+    scheme = _base_scheme(named)
+    reason = "recipe" if rule is None else f"override: {rule.match}"
+    if scheme.is_dense:
+        return ModuleRule(scheme=None, method="none", reason=reason)
+    method = (rule.method if rule else None) or recipe.method
+    if scheme.layout == "pack-quantized":
+        group_size = _first(rule and rule.group_size, recipe.group_size, DEFAULT_GROUP_SIZE)
+        symmetric = _first(rule and rule.symmetric, recipe.symmetric, True)
+        scheme = _packed(scheme, group_size, symmetric)
+    return ModuleRule(scheme=scheme, method=method, reason=reason)
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _packed(scheme: Scheme, group_size: int | str, symmetric: bool) -> Scheme:
+    assert scheme.weights is not None
+    sized = with_group_size(scheme, None if group_size == "channel" else int(group_size))
+    assert sized.weights is not None
+    strategy, size = sized.weights.strategy, sized.weights.group_size
+    weights = WeightScheme(
+        num_bits=scheme.weights.num_bits,
+        kind="int",
+        symmetric=symmetric,
+        strategy=strategy,
+        group_size=size,
+    )
+    return Scheme(layout=scheme.layout, weights=weights)
+
+
+def _base_scheme(named: Recipe | OverrideRule) -> Scheme:
+    """The scheme a section names, with its default granularity; SchemeError if there is none."""
+    if named.scheme is not None:
+        return preset(named.scheme)
+    if named.weights is None:
+        return DENSE
+    weights, inputs = named.weights, named.activations
+    activations = inputs and ActivationScheme(num_bits=inputs.num_bits, kind=inputs.kind)
+    layout = _layout(weights, activations)
+    grouped = layout == "pack-quantized"
+    return Scheme(
+        layout=layout,
+        weights=WeightScheme(
+            num_bits=weights.num_bits,
+            kind=weights.kind,
+            symmetric=True,
+            strategy="group" if grouped else "channel",
+            group_size=DEFAULT_GROUP_SIZE if grouped else None,
+        ),
+        activations=activations,
+    )
+
+
+def _layout(weights: WeightsSection, activations: ActivationScheme | None) -> Layout:
+    if weights.kind == "float":
+        return "float-quantized"
+    return "pack-quantized" if activations is None else "int-quantized"
+
+
+def _contradictions(recipe: Recipe) -> Iterator[Finding]:
+    """Faults that no single key shows: (path, message) each."""
+    yield from _section_faults(recipe, recipe, ())
+    for i, pattern in enumerate(recipe.skip):
+        yield from _pattern_faults(pattern, ("skip", i))
+    for i, rule in enumerate(recipe.overrides):
+        yield from _pattern_faults(rule.match, ("overrides", i, "match"))
+        if not rule.model_fields_set - {"match", "layers"}:
+            yield (
+                ("overrides", i),
+                "changes nothing; give a scheme, method, group_size or symmetric",
+            )
+        yield from _section_faults(recipe, rule, ("overrides", i))
+
+
+def _pattern_faults(pattern: str, path: tuple[str | int, ...]) -> Iterator[Finding]:
+    if not pattern:
+        yield path, "found an empty pattern, expected a module name, a glob or re:EXPRESSION"
+    elif pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            yield path, f"found {pattern!r}, which is no regular expression: {error}"
+
+
+def _section_faults(
+    recipe: Recipe, section: Recipe | OverrideRule, path: tuple[str | int, ...]
+) -> Iterator[Finding]:
+    if section.scheme and section.weights:
+        yield (
+            (*path, "weights"),
+            "scheme and weights both given; a preset or the long form, not both",
+        )
+        return
+    if section.activations and not section.weights:
+        yield (*path, "activations"), "given without weights; spell out both or name a scheme"
+        return
+    if section is recipe and not (section.scheme or section.weights):
+        yield (), "scheme: missing; expected one of dense, w4a16, w8a16, w8a8, fp8 (or weights:)"
+        return
+    named = section if section.scheme or section.weights else recipe
+    try:
+        scheme = _base_scheme(named)
+    except SchemeError as error:
+        yield (*path, "weights"), str(error)
+        return
+    yield from _granularity_faults(scheme, section, path)
+    yield from _method_faults(scheme, section.method or recipe.method, section, path)
+
+
+def _granularity_faults(
+    scheme: Scheme, section: Recipe | OverrideRule, path: tuple[str | int, ...]
+) -> Iterator[Finding]:
+    if scheme.layout == "pack-quantized":
+        return
+    if section.group_size not in (None, "channel"):
+        yield (
+            (*path, "group_size"),
+            f"found {section.group_size}, but {scheme.label} has one scale per channel; leave it out",
+        )
+    if section.symmetric is False:
+        yield (*path, "symmetric"), f"found false, but {scheme.label} is symmetric; leave it out"
+
+
+def _method_faults(
+    scheme: Scheme, method: str, section: Recipe | OverrideRule, path: tuple[str | int, ...]
+) -> Iterator[Finding]:
+    at = (*path, "method")
+    if scheme.is_dense and "method" in section.model_fields_set and method != "none":
+        yield at, f"found {method}, but a dense scheme has nothing to quantize; expected none"
+    if not scheme.is_dense and method == "none":
+        yield at, f"found none, but {scheme.label} needs a method; expected rtn or gptq"
+    if method == "gptq" and scheme.weights is not None and scheme.weights.kind == "float":
+        yield at, f"found gptq, which makes integer codes, with {scheme.label}; expected rtn"
+
+
+def _kind(value: Any) -> str:
+    return "an empty file" if value is None else f"a {type(value).__name__}"
