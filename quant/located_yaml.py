@@ -51,8 +51,8 @@ def parse_yaml(text: str, name: str) -> LocatedYaml:
 def _refuse_aliases(text: str, name: str) -> None:
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
-            line = event.start_mark.line + 1
-            raise RecipeError(f"{name}:{line}: found the YAML alias *{event.anchor}; {_QUOTE_HINT}")
+            line = f":{event.start_mark.line + 1}" if event.start_mark else ""
+            raise RecipeError(f"{name}{line}: found the YAML alias *{event.anchor}; {_QUOTE_HINT}")
 
 
 def _explain(error: yaml.MarkedYAMLError, name: str) -> str:

@@ -153,7 +153,7 @@ class Recipe(_Section):
         located = parse_yaml(text, name)
         if not isinstance(located.data, dict):
             raise RecipeError(
-                f"{name}:1: found {_kind(located.data)}, expected keys such as `scheme:` and `method:`"
+                f"{name}:1: found {_kind(located.data)}, expected keys such as `scheme:`, `method:`"
             )
         return cls._checked(located.data, located, text, {})
 
@@ -197,7 +197,7 @@ class Recipe(_Section):
         return "gptq" in methods or self.kv_cache != "none"
 
     def with_overrides(self, changes: Mapping[str, Any]) -> Recipe:
-        """A new recipe with dotted keys (`calibration.samples`) replaced; None leaves a key alone."""
+        """A new recipe with dotted keys (`calibration.samples`) replaced; None changes nothing."""
         given = {key: value for key, value in sorted(changes.items()) if value is not None}
         data = {k: dict(v) if isinstance(v, dict) else v for k, v in self._located.data.items()}
         changed = {**self._cli_overrides, **given}
@@ -288,7 +288,7 @@ def _base_scheme(named: Recipe | OverrideRule) -> Scheme:
     if named.weights is None:
         return DENSE
     weights, inputs = named.weights, named.activations
-    activations = inputs and ActivationScheme(num_bits=inputs.num_bits, kind=inputs.kind)
+    activations = ActivationScheme(num_bits=inputs.num_bits, kind=inputs.kind) if inputs else None
     layout = _layout(weights, activations)
     grouped = layout == "pack-quantized"
     return Scheme(
@@ -368,7 +368,7 @@ def _granularity_faults(
     if section.group_size not in (None, "channel"):
         yield (
             (*path, "group_size"),
-            f"found {section.group_size}, but {scheme.label} has one scale per channel; leave it out",
+            f"found {section.group_size}, but {scheme.label} scales whole channels; leave it out",
         )
     if section.symmetric is False:
         yield (*path, "symmetric"), f"found false, but {scheme.label} is symmetric; leave it out"

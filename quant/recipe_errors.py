@@ -99,7 +99,7 @@ def _message(e: dict[str, Any], path: Path, model: type[BaseModel]) -> str:
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
         return found + f"{words} {context[key]:g}"
-    return found + _EXPECTED.get(kind, e["msg"])
+    return found + _EXPECTED.get(kind, str(e["msg"]))
 
 
 def _options(expected: str) -> list[str]:
