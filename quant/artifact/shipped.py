@@ -1,0 +1,48 @@
+"""Where the recipes and calibration samples that come with the package lie. Stdlib only.
+
+A clone has them at its root, a wheel under `quant/artifact/_shipped`. Nothing here reads them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["recipes", "calib_data"]
+
+
+def shipped_dir(kind: Kind) -> Path:
+    """The folder of shipped `kind`; FileNotFoundError when the installation lacks it."""
+    here = Path(__file__).resolve()
+    candidates = (here.parent / "_shipped" / kind, here.parents[2] / kind)
+    for candidate in candidates:
+        if candidate.is_dir():
+            return candidate
+    raise FileNotFoundError(
+        f"the shipped {kind} folder is missing from this installation "
+        f"(looked for {candidates[0]} and {candidates[1]}); reinstall weighbridge"
+    )
+
+
+def resolve_input(name: str, kind: Kind) -> Path:
+    """The file called `name`: where given first, then among the shipped ones.
+
+    FileNotFoundError names both places and lists what is shipped.
+    """
+    given = Path(name).expanduser()
+    if given.is_file():
+        return given
+    folder = shipped_dir(kind)
+    shipped = folder / name
+    if not given.is_absolute() and shipped.is_file():
+        return shipped
+    raise FileNotFoundError(_not_found(name, given, folder))
+
+
+def _not_found(name: str, given: Path, folder: Path) -> str:
+    known = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name != "README.md")
+    kind_of = "is a folder" if given.is_dir() else "does not exist"
+    return (
+        f"{name}: {given.absolute()} {kind_of}, and there is no such file in {folder} "
+        f"(shipped: {', '.join(known) or 'none'})"
+    )
