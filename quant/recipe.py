@@ -105,12 +105,14 @@ class CalibrationSettings(_Section):
 class ModuleRule:
     """What a recipe wants for one module, before its shape is known.
 
-    `scheme` is None for a module that stays as it is; `reason` says which line decided.
+    `scheme` is None for a module that stays as it is; `reason` says which line decided, and
+    `override` is the index of the override that did (None: skip, or the recipe itself).
     """
 
     scheme: Scheme | None
     method: MethodName
     reason: str
+    override: int | None = None
 
 
 class Recipe(_Section):
@@ -215,9 +217,9 @@ class Recipe(_Section):
         for pattern in self.skip:
             if matches(pattern, module):
                 return ModuleRule(scheme=None, method="none", reason=f"skip: {pattern}")
-        for rule in reversed(self.overrides):
-            if override_applies(rule, module, num_layers):
-                return _resolve(self, rule)
+        for index in reversed(range(len(self.overrides))):
+            if override_applies(self.overrides[index], module, num_layers):
+                return _resolve(self, index)
         return _resolve(self, None)
 
     def where(self, *path: str | int) -> str:
@@ -248,18 +250,19 @@ def override_applies(rule: OverrideRule, module: str, num_layers: int | None) ->
     return layer_index(module) in wanted
 
 
-def _resolve(recipe: Recipe, rule: OverrideRule | None) -> ModuleRule:
-    named = recipe if rule is None or not (rule.scheme or rule.weights) else rule
+def _resolve(recipe: Recipe, index: int | None) -> ModuleRule:
+    rule = None if index is None else recipe.overrides[index]
+    named = rule if rule and (rule.scheme or rule.weights) else recipe
     scheme = _base_scheme(named)
-    reason = "recipe" if rule is None else f"override: {rule.match}"
+    reason = f"override: {rule.match}" if rule else "recipe"
     if scheme.is_dense:
-        return ModuleRule(scheme=None, method="none", reason=reason)
-    method = (rule.method if rule else None) or recipe.method
+        return ModuleRule(scheme=None, method="none", reason=reason, override=index)
     if scheme.layout == "pack-quantized":
         group_size = _first(rule and rule.group_size, recipe.group_size, DEFAULT_GROUP_SIZE)
         symmetric = _first(rule and rule.symmetric, recipe.symmetric, True)
         scheme = _packed(scheme, group_size, symmetric)
-    return ModuleRule(scheme=scheme, method=method, reason=reason)
+    method = _first(rule and rule.method, recipe.method)
+    return ModuleRule(scheme=scheme, method=method, reason=reason, override=index)
 
 
 def _first(*values: Any) -> Any:

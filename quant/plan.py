@@ -1,0 +1,296 @@
+"""The plan: a recipe applied to one model, a row per linear module, checked before anything is spent.
+
+Decides group sizes (the largest of 128, 64, 32 that divides a module's columns and is not above the
+one asked for, else one scale per channel), refuses patterns that match nothing and modules that
+run fused but differ in scheme. Works on names and shapes only: no tensors, no files, no devices.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quant.artifact.scheme import DENSE, GROUP_SIZES, Scheme, with_group_size
+from quant.errors import AlreadyQuantizedError, PlanError, UnsupportedModelError
+from quant.recipe import MethodName, ModuleRule, Recipe, layer_index, matches, override_applies
+
+# Modules of one parent that a serving engine runs as one matrix.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One linear module: weight shape [out, in], what it becomes, by which method and why."""
+
+    module: str
+    shape: tuple[int, int]
+    scheme: Scheme
+    method: MethodName
+    note: str = ""
+
+    @property
+    def layer(self) -> int | None:
+        return layer_index(self.module)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All rows (layer by layer, then lm_head) and what else fixes the artifact's size and cost.
+
+    `dtype` is that of dense tensors and scales: float32, float16 or bfloat16.
+    """
+
+    rows: tuple[PlanRow, ...]
+    architecture: str
+    num_layers: int
+    dtype: str
+    source_dtype: str
+    hidden_size: int
+    vocab_size: int
+    is_tied: bool
+    needs_calibration: bool
+    kv_cache: str
+    warnings: tuple[str, ...] = ()
+
+    def schemes(self) -> dict[str, Scheme]:
+        return {row.module: row.scheme for row in self.rows}
+
+    def layer_rows(self, layer: int | None) -> tuple[PlanRow, ...]:
+        """Rows of one decoder layer; None for those outside the layers (lm_head)."""
+        return tuple(row for row in self.rows if row.layer == layer)
+
+
+def make_plan(
+    recipe: Recipe,
+    module_shapes: Mapping[str, tuple[int, int]],
+    num_layers: int,
+    config: Mapping[str, Any],
+    *,
+    strict: bool = False,
+    source_dtype: str | None = None,
+) -> Plan:
+    """Apply `recipe` to linear modules (name -> [out, in]) of a model with this HF `config`.
+
+    `strict` refuses every group size other than the one asked for. Raises PlanError (modules and
+    the way out named), AlreadyQuantizedError, UnsupportedModelError.
+    """
+    check_not_quantized(config)
+    _check_dense_mlp(config, module_shapes)
+    check_patterns(recipe, module_shapes, num_layers)
+    text = _text_config(config)
+    is_tied = bool(config.get("tie_word_embeddings", _ties_by_default(text)))
+    rows = tuple(
+        _row(name, module_shapes[name], recipe.module_rule(name, num_layers), is_tied)
+        for name in sorted(module_shapes, key=_layer_order)
+    )
+    check_fused(rows)
+    if strict:
+        _check_strict(rows, recipe, num_layers)
+    source = source_dtype or text.get("dtype") or text.get("torch_dtype") or "float32"
+    return Plan(
+        rows=rows,
+        architecture=_architecture(config),
+        num_layers=num_layers,
+        dtype=source if recipe.dtype == "auto" else recipe.dtype,
+        source_dtype=source,
+        hidden_size=int(text.get("hidden_size", 0)),
+        vocab_size=int(text.get("vocab_size", 0)),
+        is_tied=is_tied,
+        needs_calibration=recipe.needs_calibration,
+        kv_cache=recipe.kv_cache,
+        warnings=tuple(_warnings(rows)),
+    )
+
+
+def check_not_quantized(config: Mapping[str, Any]) -> None:
+    """Raise AlreadyQuantizedError if `config` has a quantization section, naming its scheme."""
+    section = config.get("quantization_config") or _text_config(config).get("quantization_config")
+    if section:
+        raise AlreadyQuantizedError(
+            f"the model is already quantized ({_describe(section)}); its codes cannot be quantized "
+            "again: give the original checkpoint"
+        )
+
+
+def check_patterns(recipe: Recipe, modules: Mapping[str, Any], num_layers: int) -> None:
+    """Raise PlanError for each `skip` or override that matches, or decides, no module."""
+    faults = [*_skip_faults(recipe, modules), *_override_faults(recipe, modules, num_layers)]
+    if faults:
+        raise PlanError("\n".join(faults))
+
+
+def check_fused(rows: Sequence[PlanRow]) -> None:
+    """Raise PlanError where q|k|v or gate|up of one layer differ in scheme."""
+    by_name = {row.module: row for row in rows}
+    split = [group for group in _fused_groups(by_name) if len({row.scheme for row in group}) > 1]
+    if not split:
+        return
+    lines = [", ".join(f"{row.module} {row.scheme.label}" for row in group) for group in split]
+    leaves = "|".join(row.module.rpartition(".")[2] for row in split[0])
+    raise PlanError(
+        f"{leaves} of a layer run as one matrix and must share a scheme; found "
+        f"{_few(lines, '; ')}. Use one pattern that takes them all: match: 're:.*\\.({leaves})'"
+    )
+
+
+def _row(name: str, shape: tuple[int, int], rule: ModuleRule, is_tied: bool) -> PlanRow:
+    if name == "lm_head" and is_tied:
+        if rule.scheme is not None:
+            raise PlanError(
+                "lm_head shares its weight with the embedding, which stays dense; put lm_head "
+                "under `skip:`"
+            )
+        return PlanRow(
+            module=name, shape=shape, scheme=DENSE, method="none", note="tied to the embedding"
+        )
+    if rule.scheme is None:
+        return PlanRow(module=name, shape=shape, scheme=DENSE, method="none", note=rule.reason)
+    scheme, note = fit_group_size(rule.scheme, shape[1])
+    notes = [] if rule.override is None else [rule.reason]
+    note = "; ".join([*notes, note] if note else notes)
+    return PlanRow(module=name, shape=shape, scheme=scheme, method=rule.method, note=note)
+
+
+def fit_group_size(scheme: Scheme, columns: int) -> tuple[Scheme, str]:
+    """The scheme with a group size that divides `columns`, and a note if it had to change."""
+    assert scheme.weights is not None
+    asked = scheme.weights.group_size
+    if asked is None or columns % asked == 0:
+        return scheme, ""
+    fitting = next((size for size in GROUP_SIZES if size <= asked and columns % size == 0), None)
+    unit = "one scale per channel" if fitting is None else f"groups of {fitting}"
+    return with_group_size(scheme, fitting), f"{asked} does not divide {columns}: {unit}"
+
+
+def _check_strict(rows: Sequence[PlanRow], recipe: Recipe, num_layers: int) -> None:
+    misfits = []
+    for row in rows:
+        asked = recipe.module_rule(row.module, num_layers).scheme
+        if asked is not None and not row.scheme.is_dense and asked != row.scheme:
+            assert asked.weights is not None
+            misfits.append(
+                f"{row.module} ({row.shape[1]} columns, group {asked.weights.group_size})"
+            )
+    if misfits:
+        raise PlanError(
+            f"--strict: the group size does not divide the columns of {len(misfits)} modules: "
+            f"{_few(misfits, ', ')}. Ask for a smaller group_size (64, 32 or channel), override "
+            "or skip these modules, or leave --strict out to let each take the next that fits"
+        )
+
+
+def _warnings(rows: Sequence[PlanRow]) -> Iterator[str]:
+    coarse = [
+        row.module
+        for row in rows
+        if row.scheme.weights and row.scheme.weights.num_bits == 4 and "per channel" in row.note
+    ]
+    if coarse:
+        yield (
+            f"{len(coarse)} modules fall back to 4 bits with one scale per channel, which costs "
+            f"quality ({_few(coarse, ', ')}): consider an override with scheme w8a16 for them"
+        )
+    if all(row.scheme.is_dense for row in rows) and any(row.method != "none" for row in rows):
+        yield "nothing is quantized: every module is skipped"
+
+
+def _fused_groups(by_name: Mapping[str, PlanRow]) -> Iterator[list[PlanRow]]:
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in by_name):
+        for leaves in FUSED:
+            names = [f"{parent}.{leaf}" for leaf in leaves]
+            group = [by_name[name] for name in names if name in by_name]
+            if len(group) > 1:
+                yield group
+
+
+def _skip_faults(recipe: Recipe, modules: Mapping[str, Any]) -> Iterator[str]:
+    # A tied model may list no lm_head; leaving it alone is then already the case.
+    known = {*modules, "lm_head"}
+    for i, pattern in enumerate(recipe.skip):
+        if not any(matches(pattern, name) for name in known):
+            where = recipe.where("skip", i)
+            yield f"{where}: skip: {pattern!r} matches no module{_suggest(pattern, modules)}"
+
+
+def _override_faults(recipe: Recipe, modules: Mapping[str, Any], num_layers: int) -> Iterator[str]:
+    decided = {recipe.module_rule(name, num_layers).override for name in modules}
+    for i, rule in enumerate(recipe.overrides):
+        where = f"{recipe.where('overrides', i, 'match')}: overrides[{i}]"
+        if not any(matches(rule.match, name) for name in modules):
+            yield f"{where}: {rule.match!r} matches no module{_suggest(rule.match, modules)}"
+        elif not any(override_applies(rule, name, num_layers) for name in modules):
+            yield (
+                f"{where}: {rule.match!r} matches no module in layers {list(rule.layers or ())}; "
+                f"this model has layers 0 to {num_layers - 1} (negative ones count from the end)"
+            )
+        elif i not in decided:
+            yield (
+                f"{where}: {rule.match!r} decides nothing: what it matches is taken by `skip:` or "
+                "by a later override (the last match wins); reorder or remove it"
+            )
+
+
+def _suggest(pattern: str, modules: Mapping[str, Any]) -> str:
+    """What the writer of a pattern that matches nothing may have meant."""
+    if any(name.endswith("." + pattern) for name in modules):
+        return f"; patterns match the whole name: did you mean '*.{pattern}'?"
+    if any(pattern in name for name in modules):
+        return f"; patterns match the whole name: did you mean '*{pattern}*'?"
+    general = list(dict.fromkeys(general_name(name) for name in modules))
+    close = difflib.get_close_matches(pattern, general, n=3, cutoff=0.3) or general[:_SHOWN]
+    return f"; nearest names: {', '.join(close)}"
+
+
+def general_name(module: str) -> str:
+    """The module's name with its layer number as `*`: what all layers share."""
+    return re.sub(r"(^|\.)layers\.\d+\.", r"\1layers.*.", module)
+
+
+def _layer_order(name: str) -> tuple[bool, int]:
+    layer = layer_index(name)
+    return (layer is None, layer or 0)
+
+
+def _check_dense_mlp(config: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
+    text = _text_config(config)
+    key = next((key for key in _EXPERT_KEYS if text.get(key)), None)
+    expert = next((name for name in modules if ".experts." in name), None)
+    if key or expert:
+        found = f"{key} = {text[key]}" if key else f"module {expert}"
+        raise UnsupportedModelError(
+            f"{_architecture(config)} is a mixture of experts ({found}), which is not supported; "
+            "give a model with dense MLPs"
+        )
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures") or [config.get("model_type", "unknown architecture")]
+    return str(names[0])
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _ties_by_default(text: Mapping[str, Any]) -> bool:
+    """Gemma's config.json leaves the key out and means true; elsewhere absent means false."""
+    return bool(text.get("tie_word_embeddings", str(text.get("model_type")).startswith("gemma")))
+
+
+def _describe(section: Any) -> str:
+    if not isinstance(section, Mapping):
+        return str(section)
+    keys = ("quant_method", "format", "bits", "num_bits", "group_size")
+    return ", ".join(f"{key} {section[key]}" for key in keys if section.get(key) is not None)
+
+
+def _few(items: Sequence[str], separator: str) -> str:
+    shown = separator.join(items[:_SHOWN])
+    rest = len(items) - _SHOWN
+    return shown if rest <= 0 else f"{shown} and {rest} more"
