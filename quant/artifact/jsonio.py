@@ -1,0 +1,58 @@
+"""The one way our JSON files are written, parsed, and told to be of a readable version."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from quant.artifact.errors import FormatVersionError, ManifestError
+
+
+def canonical_json(data: Any) -> bytes:
+    """The same bytes for the same data: sorted keys, ASCII, one-space indent, no NaN."""
+    text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False)
+    return text.encode("ascii") + b"\n"
+
+
+def parse_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; ManifestError when it is absent, garbled or something else."""
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ManifestError(f"{path} is missing") from None
+    except ValueError as error:
+        raise ManifestError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ManifestError(f"{path} holds a JSON {type(data).__name__}, expected an object")
+    return data
+
+
+def check_version(path: Path, data: dict[str, Any], readable: str) -> None:
+    """FormatVersionError unless `data`'s format_version has the major version of `readable`."""
+    found = data.get("format_version")
+    if not isinstance(found, str) or not re.fullmatch(r"\d+\.\d+", found):
+        raise ManifestError(f'{path}: format_version is {found!r}, expected "{readable}"')
+    major = readable.split(".")[0]
+    if found.split(".")[0] != major:
+        raise FormatVersionError(
+            f"{path} has format version {found}; this build reads {major}.x: "
+            "install a matching weighbridge or quantize again"
+        )
+
+
+def is_newer_minor(found: str, readable: str) -> bool:
+    """Whether `found` has a higher minor version than `readable` (same major)."""
+    return int(found.split(".")[1]) > int(readable.split(".")[1])
+
+
+def validation_message(error: ValidationError) -> str:
+    """The first complaint of pydantic as `path.to.field: what is wrong (found ...)`."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "top level"
+    found = "" if first["type"] == "missing" else f" (found {first['input']!r:.80})"
+    more = f", and {error.error_count() - 1} more" if error.error_count() > 1 else ""
+    return f"{where}: {first['msg']}{found}{more}"

@@ -1,0 +1,98 @@
+"""gate.json: the verdict `evaluate` stamps beside an artifact, bound to its digest and numerics.
+
+It lies outside the digest, so judging does not change what was judged. This module reads and
+writes the stamp; it does not decide verdicts.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from quant.artifact.errors import ManifestError, StorageError
+from quant.artifact.jsonio import canonical_json, check_version, parse_object, validation_message
+
+STAMP_NAME = "gate.json"
+STAMP_VERSION = "1.0"
+Verdict = Literal["accepted", "rejected", "inconclusive"]
+
+
+class MetricRecord(BaseModel):
+    """One judged metric: its value and interval, the bound it was held to, and the outcome."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    name: str
+    suite: str = ""
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    base: float | None = None
+    threshold: float | None = None
+    verdict: Verdict
+    num_samples: int = 0
+    note: str = ""
+
+
+class Numerics(BaseModel):
+    """How the judged engine computed; the server warns when it runs otherwise."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device_class: str
+    compute_dtype: str
+    kv_cache_dtype: str
+    lm_head_scheme: str
+    chat_template_sha256: str | None = None
+
+
+class Stamp(BaseModel):
+    """A verdict on the artifact with digest `artifact_digest`. `judged_at` is ISO 8601, UTC."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: str = STAMP_VERSION
+    artifact_digest: str
+    verdict: Verdict
+    judged_at: str
+    base: str
+    gates_sha256: str
+    metrics: tuple[MetricRecord, ...] = ()
+    numerics: Numerics
+    summary: str = ""
+
+
+def read_stamp(directory: Path) -> Stamp | None:
+    """The stamp in `directory`, None when there is none.
+
+    ManifestError when gate.json is garbled, FormatVersionError when it is of a newer version.
+    Whether it belongs to these very bytes is for the caller to check (`Artifact.stamp` does).
+    """
+    path = Path(directory) / STAMP_NAME
+    if not path.is_file():
+        return None
+    data = parse_object(path)
+    check_version(path, data, STAMP_VERSION)
+    try:
+        return Stamp.model_validate(data)
+    except ValidationError as error:
+        problem = validation_message(error)
+        raise ManifestError(f"{path}: {problem}; run `evaluate` again") from None
+
+
+def write_stamp(directory: Path, stamp: Stamp) -> None:
+    """Write gate.json atomically; StorageError when the disk refuses."""
+    path = Path(directory) / STAMP_NAME
+    staged = path.with_name(f".{STAMP_NAME}.tmp")
+    try:
+        with staged.open("wb") as file:
+            file.write(canonical_json(stamp.model_dump(mode="json")))
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(path)
+    except OSError as error:
+        staged.unlink(missing_ok=True)
+        raise StorageError(f"{path} cannot be written: {error.strerror}") from None
