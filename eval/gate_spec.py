@@ -1,0 +1,201 @@
+"""GateSpec: a gates file (YAML) as a checked value. Errors name the line and the nearest key.
+
+Knows which metrics exist and what kind of limit each takes; knows no measurement.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from eval.errors import GateSpecError
+
+LimitKind = Literal["max", "min", "max_drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricInfo:
+    """What a gates file may say about a metric, and what a person calls it."""
+
+    label: str
+    limit: LimitKind
+
+
+METRICS: dict[str, MetricInfo] = {
+    "perplexity_ratio": MetricInfo(label="Mean PPL(Q)/PPL(base)", limit="max"),
+    "kl_mean": MetricInfo(label="Mean KLD", limit="max"),
+    "top1_agreement": MetricInfo(label="Same top p", limit="min"),
+    "json_valid": MetricInfo(label="JSON valid", limit="max_drop"),
+    "schema_valid": MetricInfo(label="Schema valid", limit="max_drop"),
+    "field_completeness": MetricInfo(label="Field completeness", limit="max_drop"),
+    "field_f1": MetricInfo(label="Field F1", limit="max_drop"),
+    "critical_fields": MetricInfo(label="Critical fields right", limit="max_drop"),
+}
+
+
+class MetricRule(BaseModel):
+    """One metric's limit: exactly one of `max`, `min`, `max_drop`.
+
+    judge: "bound" lets the metric pass only with its whole interval inside the limit; "estimate"
+        compares the point estimate and leaves the interval to the reader.
+    required: an undecided rule keeps the artifact from being accepted.
+    domains: also reject when the metric certainly breaks the limit within one domain.
+    floor: what a model without the skill scores (chance); a base near it cannot show a loss.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    max: float | None = Field(default=None, gt=0)
+    min: float | None = Field(default=None, ge=0, le=1)
+    max_drop: float | None = Field(default=None, gt=0, lt=1)
+    judge: Literal["bound", "estimate"] = "bound"
+    required: bool = True
+    domains: bool = False
+    floor: float = Field(default=0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> MetricRule:
+        if len(self.kinds) != 1:
+            raise ValueError("give exactly one of max, min, max_drop")
+        return self
+
+    @property
+    def kinds(self) -> tuple[LimitKind, ...]:
+        """The limits that were given (one, once validated)."""
+        given: dict[LimitKind, float | None] = {
+            "max": self.max,
+            "min": self.min,
+            "max_drop": self.max_drop,
+        }
+        return tuple(kind for kind, value in given.items() if value is not None)
+
+    @property
+    def kind(self) -> LimitKind:
+        """Which of the three limits this rule has."""
+        return self.kinds[0]
+
+    @property
+    def limit(self) -> float:
+        """The limit's value, in the metric's unit."""
+        value: float = getattr(self, self.kind)
+        return value
+
+
+class GateSpec(BaseModel):
+    """A whole gates file. `confidence` is one-sided; `draws` is for the bootstrap."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    version: Literal[1]
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    draws: int = Field(default=10_000, ge=1000, le=1_000_000)
+    metrics: dict[str, MetricRule] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _something_required(self) -> GateSpec:
+        if not any(rule.required for rule in self.metrics.values()):
+            raise ValueError("no metric is required, so nothing would have to be shown: require one")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedGates:
+    """A gates file with where it came from and the sha256 of its bytes."""
+
+    spec: GateSpec
+    path: Path
+    sha256: str
+
+
+def load_gates(path: Path) -> LoadedGates:
+    """Read and check a gates file; GateSpecError names the file, the line and what was expected."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise GateSpecError(f"cannot read the gates file {path}: {error.strerror}") from error
+    return LoadedGates(
+        spec=parse_gates(data.decode("utf-8", errors="replace"), str(path)),
+        path=path,
+        sha256=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def parse_gates(text: str, where: str = "gates file") -> GateSpec:
+    """The GateSpec in YAML text; `where` begins the error messages."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise GateSpecError(f"{where}: not valid YAML: {error}") from error
+    if not isinstance(content, dict) or root is None:
+        raise GateSpecError(f"{where}: expected a mapping with the keys version and metrics")
+    _refuse_duplicates(root, where)
+    try:
+        spec = GateSpec.model_validate(content)
+    except ValidationError as error:
+        raise GateSpecError(_explain(error.errors()[0], root, where)) from error
+    for name, rule in spec.metrics.items():
+        _check_metric(name, rule, f"{where}:{_line(root, ('metrics', name))}")
+    return spec
+
+
+def _check_metric(name: str, rule: MetricRule, where: str) -> None:
+    if name not in METRICS:
+        raise GateSpecError(f"{where}: unknown metric {name!r}{_nearest(name, tuple(METRICS))}")
+    if rule.kind != METRICS[name].limit:
+        raise GateSpecError(
+            f"{where}: {name} takes the limit {METRICS[name].limit!r}, found {rule.kind!r}"
+        )
+
+
+def _explain(error: ErrorDetails, root: yaml.Node, where: str) -> str:
+    loc = error["loc"]
+    place = f"{where}:{_line(root, loc)}"
+    key = ".".join(str(part) for part in loc)
+    if error["type"] == "extra_forbidden":
+        known = GateSpec.model_fields if len(loc) == 1 else MetricRule.model_fields
+        return f"{place}: unknown key {key!r}{_nearest(str(loc[-1]), tuple(known))}"
+    if error["type"] == "missing":
+        return f"{place}: the key {key!r} is missing"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{place}: {key or 'file'}: {message} (found {_short(error['input'])})"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def _line(root: yaml.Node, loc: tuple[int | str, ...]) -> int:
+    """The 1-based line of the deepest key of `loc` that exists."""
+    node, line = root, root.start_mark.line
+    for part in loc:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = next(((k, v) for k, v in pairs if k.value == str(part)), None)
+        if found is None:
+            break
+        line, node = found[0].start_mark.line, found[1]
+    return line + 1
+
+
+def _refuse_duplicates(node: yaml.Node, where: str) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        if key.value in seen:
+            raise GateSpecError(f"{where}:{key.start_mark.line + 1}: key {key.value!r} twice")
+        seen.add(key.value)
+        _refuse_duplicates(value, where)

@@ -1,0 +1,53 @@
+"""Measurement: what a metric found, before anyone decides whether that is good enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from eval.stats import PairedCounts
+
+Unit = Literal["ratio", "nats", "share", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One metric over one suite, base against candidate.
+
+    Attributes:
+        name: the metric's key in a gates file.
+        unit: "ratio" (candidate / base), "nats", "share" (of 1) or "drop" (base minus candidate,
+            a share of 1; positive is worse).
+        base, candidate: each model's own value where it has one.
+        estimate, lower, upper: the judged value and its one-sided bounds, in `unit`.
+        counted: what `num_scored` counts, "tokens" or "items".
+        num_clusters: independent documents or items behind the bounds.
+        paired: the four-way counts, for pass-or-fail metrics.
+        num_nonfinite: scored positions or items where the candidate gave NaN, Inf or an error.
+        domains: the same measurement within each domain, ("source:code", ...) to measurement.
+    """
+
+    name: str
+    unit: Unit
+    base: float | None
+    candidate: float | None
+    estimate: float
+    lower: float
+    upper: float
+    counted: Literal["tokens", "items"]
+    num_scored: int
+    num_clusters: int
+    paired: PairedCounts | None = None
+    num_nonfinite: int = 0
+    domains: tuple[tuple[str, Measurement], ...] = ()
+
+
+def format_value(value: float, unit: Unit) -> str:
+    """A value in words a person compares: 1.034, 0.0215 nats, 92.1 %, -3.3 pp."""
+    if unit == "ratio":
+        return f"{value:.4f}"
+    if unit == "nats":
+        return f"{value:.4g} nats" if abs(value) < 0.001 else f"{value:.4f} nats"
+    if unit == "share":
+        return f"{value:.1%}"
+    return f"{value * 100:+.1f} pp"

@@ -1,0 +1,207 @@
+"""Statistics of the gate: paired proportions, exact bounds and the cluster bootstrap.
+
+Pure functions of numbers; knows no model, metric or threshold. All bounds are one-sided at the
+given confidence, so the pair (lower, upper) at 0.95 is a 90 % two-sided interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+_NORMAL = NormalDist()
+_BISECTIONS = 60
+BCA_BELOW = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedCounts:
+    """Outcomes of the same items under two models.
+
+    num_items: all items; num_base_ok: items the base got right; lost: base right and candidate
+    wrong; gained: base wrong and candidate right.
+    """
+
+    num_items: int
+    num_base_ok: int
+    lost: int
+    gained: int
+
+    @property
+    def drop(self) -> float:
+        """Fall of the success rate, base minus candidate, as a share of all items."""
+        return (self.lost - self.gained) / self.num_items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A point estimate with its one-sided lower and upper bounds."""
+
+    estimate: float
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How intervals are made: one-sided confidence, number of bootstrap draws, seed."""
+
+    confidence: float = 0.95
+    draws: int = 10_000
+    seed: int = 0
+
+
+def paired_counts(base_ok: list[bool], candidate_ok: list[bool]) -> PairedCounts:
+    """Count the four outcomes of items judged under both models (lists of equal length)."""
+    pairs = list(zip(base_ok, candidate_ok, strict=True))
+    return PairedCounts(
+        num_items=len(pairs),
+        num_base_ok=sum(base_ok),
+        lost=sum(b and not c for b, c in pairs),
+        gained=sum(c and not b for b, c in pairs),
+    )
+
+
+def drop_z(counts: PairedCounts, margin: float) -> float:
+    """Score statistic of H0 "drop >= margin" for paired proportions (Tango 1998; Nam 1997).
+
+    The variance uses the maximum-likelihood estimate of P(gained) under drop = margin.
+    Very negative values speak against H0.
+    """
+    n, b, c, d = counts.num_items, counts.lost, counts.gained, margin
+    linear = (b + c) * (1 - d) - 2 * c * d - 2 * (n - b - c) * d
+    root = math.sqrt(max(linear**2 + 8 * n * c * d * (1 - d), 0.0))
+    p = min(max((linear + root) / (4 * n), max(0.0, -d)), (1 - d) / 2)
+    variance = (2 * p + d - d * d) / n
+    gap = counts.drop - d
+    if variance <= 0:
+        return math.copysign(math.inf, gap) if gap else 0.0
+    return gap / math.sqrt(variance)
+
+
+def drop_upper(counts: PairedCounts, confidence: float = 0.95) -> float:
+    """The one-sided upper bound of the drop: the score test inverted."""
+    critical = -_NORMAL.inv_cdf(confidence)
+    low, high = counts.drop, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if drop_z(counts, middle) < critical else (middle, high)
+    return high
+
+
+def drop_lower(counts: PairedCounts, confidence: float = 0.95) -> float:
+    """The one-sided lower bound of the drop (the upper bound of the mirrored table)."""
+    mirrored = PairedCounts(
+        num_items=counts.num_items,
+        num_base_ok=counts.num_base_ok - counts.lost + counts.gained,
+        lost=counts.gained,
+        gained=counts.lost,
+    )
+    return -drop_upper(mirrored, confidence)
+
+
+def drop_interval(counts: PairedCounts, confidence: float = 0.95) -> Interval:
+    """The drop with both of its score bounds."""
+    return Interval(
+        estimate=counts.drop,
+        lower=drop_lower(counts, confidence),
+        upper=drop_upper(counts, confidence),
+    )
+
+
+def mcnemar_p(counts: PairedCounts) -> float:
+    """Exact one-sided McNemar p-value of "the candidate is worse": P(Binom(b+c, 1/2) >= b)."""
+    flips = counts.lost + counts.gained
+    tail = sum(math.comb(flips, k) for k in range(counts.lost, flips + 1))
+    return tail / 2**flips
+
+
+def clopper_pearson_upper(successes: int, trials: int, confidence: float = 0.95) -> float:
+    """One-sided upper bound of a proportion (Clopper and Pearson 1934); 1.0 without trials."""
+    if successes >= trials:
+        return 1.0
+    low, high = successes / trials, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        inside = _binomial_cdf(successes, trials, middle) < 1 - confidence
+        low, high = (low, middle) if inside else (middle, high)
+    return high
+
+
+def _binomial_cdf(k: int, n: int, p: float) -> float:
+    if p >= 1.0:
+        return float(k >= n)
+    log_terms = [
+        math.lgamma(n + 1)
+        - math.lgamma(i + 1)
+        - math.lgamma(n - i + 1)
+        + i * math.log(p)
+        + (n - i) * math.log1p(-p)
+        if p > 0
+        else (0.0 if i == 0 else -math.inf)
+        for i in range(k + 1)
+    ]
+    return math.fsum(math.exp(term) for term in log_terms)
+
+
+Statistic = Callable[[np.ndarray], np.ndarray]
+
+
+def cluster_bootstrap(sums: np.ndarray, statistic: Statistic, sampling: Sampling) -> Interval:
+    """Bootstrap a statistic of sums by resampling whole clusters (documents, items).
+
+    Args:
+        sums: [C, K] float64, per cluster the K sums the statistic is made of.
+        statistic: maps [D, K] totals to [D] values (for instance exp(total / count)).
+        sampling: confidence, draws and seed.
+
+    Returns BCa bounds (Efron 1987) below 200 clusters, percentile bounds from there on. With fewer
+    than two clusters nothing can be resampled and the bounds are infinite.
+    """
+    estimate = float(statistic(sums.sum(axis=0, keepdims=True))[0])
+    if len(sums) < 2 or not math.isfinite(estimate):
+        return Interval(estimate=estimate, lower=-math.inf, upper=math.inf)
+    values = _draw(sums, statistic, sampling)
+    if np.ptp(values) == 0:
+        return Interval(estimate=estimate, lower=estimate, upper=estimate)
+    tails = (1 - sampling.confidence, sampling.confidence)
+    if len(sums) < BCA_BELOW:
+        tails = _bca_tails(sums, statistic, values, estimate, sampling.confidence)
+    lower, upper = np.quantile(values, tails)
+    return Interval(estimate=estimate, lower=float(lower), upper=float(upper))
+
+
+def _draw(sums: np.ndarray, statistic: Statistic, sampling: Sampling) -> np.ndarray:
+    """Statistic of `draws` resamples, [D]; draws in which it is undefined are left out."""
+    count = len(sums)
+    rng = np.random.default_rng(sampling.seed)
+    weights = rng.multinomial(count, np.full(count, 1 / count), size=sampling.draws)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = statistic(weights.astype(np.float64) @ sums)
+    return values[np.isfinite(values)]
+
+
+def _bca_tails(
+    sums: np.ndarray, statistic: Statistic, values: np.ndarray, estimate: float, confidence: float
+) -> tuple[float, float]:
+    """The quantiles BCa reads instead of 1 - confidence and confidence."""
+    below = float(np.mean(values < estimate) + np.mean(values == estimate) / 2)
+    if not 0 < below < 1:
+        return 1 - confidence, confidence
+    with np.errstate(divide="ignore", invalid="ignore"):
+        jackknife = statistic(sums.sum(axis=0) - sums)
+    spread = jackknife.mean() - jackknife
+    norm = float((spread**2).sum()) ** 1.5
+    skew = float((spread**3).sum()) / (6 * norm) if norm > 0 else 0.0
+    shift = _NORMAL.inv_cdf(below)
+
+    def tail(level: float) -> float:
+        z = shift + _NORMAL.inv_cdf(level)
+        return _NORMAL.cdf(shift + z / (1 - skew * z))
+
+    lower, upper = tail(1 - confidence), tail(confidence)
+    return (lower, upper) if math.isfinite(lower + upper) else (1 - confidence, confidence)
