@@ -14,7 +14,7 @@ import yaml
 
 from quant.errors import RecipeError
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 _QUOTE_HINT = 'a pattern that starts with * must stand in quotes, as in "*.mlp.down_proj"'
 
 
@@ -24,9 +24,9 @@ class LocatedYaml:
 
     name: str
     data: Any
-    lines: dict[Path, int]
+    lines: dict[KeyPath, int]
 
-    def where(self, path: Path) -> str:
+    def where(self, path: KeyPath) -> str:
         """`file:line` of the deepest part of `path` that is in the text (else of its start)."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.lines:
@@ -43,7 +43,7 @@ def parse_yaml(text: str, name: str) -> LocatedYaml:
         raise RecipeError(_explain(error, name)) from error
     except yaml.YAMLError as error:
         raise RecipeError(f"{name}: not YAML: {error}") from error
-    lines: dict[Path, int] = {}
+    lines: dict[KeyPath, int] = {}
     data = None if root is None else _build(root, (), name, lines)
     return LocatedYaml(name=name, data=data, lines=lines)
 
@@ -63,7 +63,7 @@ def _explain(error: yaml.MarkedYAMLError, name: str) -> str:
     return f"{name}{line}: not YAML: {context}{error.problem}{hint}"
 
 
-def _build(node: yaml.Node, path: Path, name: str, lines: dict[Path, int]) -> Any:
+def _build(node: yaml.Node, path: KeyPath, name: str, lines: dict[KeyPath, int]) -> Any:
     if isinstance(node, yaml.MappingNode):
         return _build_mapping(node, path, name, lines)
     if isinstance(node, yaml.SequenceNode):
@@ -74,7 +74,7 @@ def _build(node: yaml.Node, path: Path, name: str, lines: dict[Path, int]) -> An
 
 
 def _build_mapping(
-    node: yaml.MappingNode, path: Path, name: str, lines: dict[Path, int]
+    node: yaml.MappingNode, path: KeyPath, name: str, lines: dict[KeyPath, int]
 ) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:

@@ -1,4 +1,4 @@
-"""The plan: a recipe applied to one model, a row per linear module, checked before anything is spent.
+"""The plan: a recipe applied to one model, a row per linear module, checked before any work.
 
 Decides group sizes (the largest of 128, 64, 32 that divides a module's columns and is not above the
 one asked for, else one scale per channel), refuses patterns that match nothing and modules that
@@ -103,7 +103,7 @@ def make_plan(
         is_tied=is_tied,
         needs_calibration=recipe.needs_calibration,
         kv_cache=recipe.kv_cache,
-        warnings=tuple(_warnings(rows)),
+        warnings=tuple(_warnings(rows, recipe)),
     )
 
 
@@ -149,7 +149,8 @@ def _row(name: str, shape: tuple[int, int], rule: ModuleRule, is_tied: bool) -> 
             module=name, shape=shape, scheme=DENSE, method="none", note="tied to the embedding"
         )
     if rule.scheme is None:
-        return PlanRow(module=name, shape=shape, scheme=DENSE, method="none", note=rule.reason)
+        note = "" if rule.reason == "recipe" else rule.reason
+        return PlanRow(module=name, shape=shape, scheme=DENSE, method="none", note=note)
     scheme, note = fit_group_size(rule.scheme, shape[1])
     notes = [] if rule.override is None else [rule.reason]
     note = "; ".join([*notes, note] if note else notes)
@@ -184,7 +185,7 @@ def _check_strict(rows: Sequence[PlanRow], recipe: Recipe, num_layers: int) -> N
         )
 
 
-def _warnings(rows: Sequence[PlanRow]) -> Iterator[str]:
+def _warnings(rows: Sequence[PlanRow], recipe: Recipe) -> Iterator[str]:
     coarse = [
         row.module
         for row in rows
@@ -195,7 +196,7 @@ def _warnings(rows: Sequence[PlanRow]) -> Iterator[str]:
             f"{len(coarse)} modules fall back to 4 bits with one scale per channel, which costs "
             f"quality ({_few(coarse, ', ')}): consider an override with scheme w8a16 for them"
         )
-    if all(row.scheme.is_dense for row in rows) and any(row.method != "none" for row in rows):
+    if recipe.method != "none" and all(row.scheme.is_dense for row in rows):
         yield "nothing is quantized: every module is skipped"
 
 

@@ -41,7 +41,7 @@ from quant.artifact.scheme import (
     with_group_size,
 )
 from quant.errors import RecipeError
-from quant.located_yaml import LocatedYaml, parse_yaml
+from quant.located_yaml import KeyPath, LocatedYaml, parse_yaml
 from quant.recipe_errors import Finding, explain_validation, render_findings
 
 MethodName = Literal["none", "rtn", "gptq"]
@@ -328,7 +328,7 @@ def _contradictions(recipe: Recipe) -> Iterator[Finding]:
         yield from _section_faults(recipe, rule, ("overrides", i))
 
 
-def _pattern_faults(pattern: str, path: tuple[str | int, ...]) -> Iterator[Finding]:
+def _pattern_faults(pattern: str, path: KeyPath) -> Iterator[Finding]:
     if not pattern:
         yield path, "found an empty pattern, expected a module name, a glob or re:EXPRESSION"
     elif pattern.startswith("re:"):
@@ -339,7 +339,7 @@ def _pattern_faults(pattern: str, path: tuple[str | int, ...]) -> Iterator[Findi
 
 
 def _section_faults(
-    recipe: Recipe, section: Recipe | OverrideRule, path: tuple[str | int, ...]
+    recipe: Recipe, section: Recipe | OverrideRule, path: KeyPath
 ) -> Iterator[Finding]:
     if section.scheme and section.weights:
         yield (
@@ -364,7 +364,7 @@ def _section_faults(
 
 
 def _granularity_faults(
-    scheme: Scheme, section: Recipe | OverrideRule, path: tuple[str | int, ...]
+    scheme: Scheme, section: Recipe | OverrideRule, path: KeyPath
 ) -> Iterator[Finding]:
     if scheme.layout == "pack-quantized":
         return
@@ -378,7 +378,7 @@ def _granularity_faults(
 
 
 def _method_faults(
-    scheme: Scheme, method: str, section: Recipe | OverrideRule, path: tuple[str | int, ...]
+    scheme: Scheme, method: str, section: Recipe | OverrideRule, path: KeyPath
 ) -> Iterator[Finding]:
     at = (*path, "method")
     if scheme.is_dense and "method" in section.model_fields_set and method != "none":

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 
 from quant.located_yaml import LocatedYaml
 
-Path = tuple[str | int, ...]
-Finding = tuple[Path, str]
+KeyPath = tuple[str | int, ...]
+Finding = tuple[KeyPath, str]
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -57,7 +57,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _line(path: Path, message: str, located: LocatedYaml, changed: Mapping[str, Any]) -> str:
+def _line(path: KeyPath, message: str, located: LocatedYaml, changed: Mapping[str, Any]) -> str:
     dotted = ".".join(str(part) for part in path if isinstance(part, str))
     if dotted in changed:
         flag = dotted.rpartition(".")[2].replace("_", "-")
@@ -65,14 +65,14 @@ def _line(path: Path, message: str, located: LocatedYaml, changed: Mapping[str, 
     return f"{located.where(path)}: {_dotted(path)}{message}"
 
 
-def _dotted(path: Path) -> str:
+def _dotted(path: KeyPath) -> str:
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
     return f"{text[1:]}: " if text else ""
 
 
-def _existing(loc: Path, data: Any) -> Path:
+def _existing(loc: KeyPath, data: Any) -> KeyPath:
     """`loc` without the union tags pydantic adds; a missing or unknown key stays on it."""
     path: list[str | int] = []
     for part in loc:
@@ -85,7 +85,7 @@ def _existing(loc: Path, data: Any) -> Path:
     return tuple(path)
 
 
-def _message(e: dict[str, Any], path: Path, model: type[BaseModel]) -> str:
+def _message(e: dict[str, Any], path: KeyPath, model: type[BaseModel]) -> str:
     kind, context = e["type"], e.get("ctx", {})
     if kind == "extra_forbidden":
         known = _known_keys(path[:-1], model)
@@ -111,7 +111,7 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _known_keys(path: Path, model: type[BaseModel]) -> list[str]:
+def _known_keys(path: KeyPath, model: type[BaseModel]) -> list[str]:
     """The keys of the section at `path`, found by walking the models' annotations."""
     for part in path:
         if isinstance(part, str):
