@@ -1,0 +1,314 @@
+"""config.json's `quantization_config`, in compressed-tensors' dialect: schemes to JSON and back.
+
+Written so that transformers and vLLM, which resolve a module's targets by different rules, always
+agree: targets are the class `Linear` when one scheme covers everything quantized, and otherwise
+exact checkpoint names; modules that engines fuse (q|k|v, gate|up, the experts of a layer) share a
+scheme; every unquantized linear is ignored by name. What is written is resolved again by both
+rules before it is returned. This module knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from quant.artifact.errors import SchemeError
+from quant.artifact.jsonio import validation_message
+from quant.artifact.scheme import (
+    DENSE,
+    ActivationScheme,
+    KVScheme,
+    Layout,
+    Scheme,
+    WeightScheme,
+)
+
+DIALECT_VERSION = "0.20.1"
+FUSED_SHARDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+)
+_CLASS_TARGET = "Linear"
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\..+")
+
+
+def quantization_config(
+    modules: Mapping[str, Scheme], ignored: Iterable[str] = (), kv: KVScheme | None = None
+) -> dict[str, Any]:
+    """The `quantization_config` object; {} when nothing is quantized.
+
+    `modules` maps checkpoint names of linears to schemes; dense ones join `ignored`.
+    SchemeError when a fused group mixes schemes.
+    """
+    quantized = {name: scheme for name, scheme in modules.items() if not scheme.is_dense}
+    dense = sorted({*ignored, *(name for name in modules if name not in quantized)})
+    if not quantized and kv is None:
+        return {}
+    check_fused_groups({**quantized, **dict.fromkeys(dense, DENSE)})
+    groups = _groups(quantized)
+    config: dict[str, Any] = {
+        "config_groups": groups,
+        "format": _global_format(scheme.layout for scheme in quantized.values()),
+        "global_compression_ratio": None,
+        "ignore": dense,
+        "kv_cache_scheme": None if kv is None else _kv_json(kv),
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": DIALECT_VERSION,
+    }
+    _self_check(config, quantized, dense)
+    return config
+
+
+def _groups(quantized: Mapping[str, Scheme]) -> dict[str, dict[str, Any]]:
+    members: dict[Scheme, list[str]] = {}
+    for name in sorted(quantized):
+        members.setdefault(quantized[name], []).append(name)
+    if len(members) == 1:
+        members = {scheme: [_CLASS_TARGET] for scheme in members}
+    by_label = sorted(members.items(), key=lambda item: item[0].label)
+    return {f"group_{i:02}": _group_json(*item) for i, item in enumerate(by_label)}
+
+
+def _group_json(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    w, a = scheme.weights, scheme.activations
+    assert w is not None
+    return {
+        "format": scheme.layout,
+        "input_activations": None if a is None else _args_json(a.num_bits, a.kind, "token", True),
+        "output_activations": None,
+        "targets": targets,
+        "weights": _args_json(w.num_bits, w.kind, w.strategy, w.symmetric, w.group_size),
+    }
+
+
+def _args_json(
+    num_bits: int, kind: str, strategy: str, symmetric: bool, group_size: int | None = None
+) -> dict[str, Any]:
+    return {
+        "dynamic": strategy == "token",
+        "group_size": group_size,
+        "num_bits": num_bits,
+        "strategy": strategy,
+        "symmetric": symmetric,
+        "type": kind,
+    }
+
+
+def _kv_json(kv: KVScheme) -> dict[str, Any]:
+    return _args_json(kv.num_bits, kv.kind, kv.strategy, True)
+
+
+def _global_format(layouts: Iterable[Layout]) -> str:
+    distinct = sorted(set(layouts))
+    if not distinct:
+        return "dense"
+    return distinct[0] if len(distinct) == 1 else "mixed-precision"
+
+
+def check_fused_groups(modules: Mapping[str, Scheme]) -> None:
+    """SchemeError when modules that serving engines load as one have different schemes."""
+    for name in sorted(modules):
+        for other in fused_with(name, modules):
+            if modules[other] != modules[name]:
+                raise SchemeError(
+                    f"{name} is {modules[name].label} but {other} is {modules[other].label}: "
+                    "engines load them as one module, so they need the same scheme"
+                )
+
+
+def fused_with(name: str, modules: Iterable[str]) -> list[str]:
+    """The other modules of `modules` that engines fuse with `name`."""
+    known = modules if isinstance(modules, Mapping | set | frozenset) else set(modules)
+    siblings = _fused_path(name)[1]
+    if expert := _EXPERT.fullmatch(name):
+        stack = expert.group(1) + "."
+        siblings = [other for other in known if other.startswith(stack)]
+    return [other for other in siblings if other in known and other != name]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class _Args(_Strict):
+    """QuantizationArgs, as far as this build can execute them."""
+
+    num_bits: int
+    type: Literal["int", "float"]
+    symmetric: bool = True
+    strategy: Literal["group", "channel", "token", "tensor"]
+    group_size: int | None = None
+    dynamic: bool = False
+    # Harmless: what the quantizer did, not what the bits mean.
+    actorder: Literal["static", "weight"] | None = None
+    observer: str | None = None
+    observer_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    block_structure: None = None
+    scale_dtype: None = None
+    zp_dtype: str | None = None
+
+
+class _Group(_Strict):
+    targets: list[str] = Field(min_length=1)
+    weights: _Args
+    input_activations: _Args | None = None
+    output_activations: None = None
+    format: Literal["pack-quantized", "int-quantized", "float-quantized"]
+
+
+class _Config(_Strict):
+    quant_method: Literal["compressed-tensors"]
+    config_groups: dict[str, _Group]
+    ignore: list[str] = Field(default_factory=list)
+    format: str
+    quantization_status: Literal["compressed"] = "compressed"
+    kv_cache_scheme: _Args | None = None
+    version: str = ""
+    global_compression_ratio: float | None = None
+    sparsity_config: dict[str, JsonValue] = Field(default_factory=dict, max_length=0)
+    transform_config: dict[str, JsonValue] = Field(default_factory=dict, max_length=0)
+    moe_sparsity_config: None = None
+
+
+def parse_quantization_config(
+    config: Mapping[str, Any], module_names: Iterable[str]
+) -> dict[str, Scheme]:
+    """The scheme of each of `module_names` (all linears, checkpoint names) under `config`.
+
+    SchemeError with the path of the field for anything unknown or unsupported, for a target that
+    matches no module, and for a module the two resolvers would read differently.
+    """
+    parsed = _validate(config)
+    names = sorted(module_names)
+    schemes = {group: _scheme(group, value) for group, value in parsed.config_groups.items()}
+    targets = {t: group for group, value in parsed.config_groups.items() for t in value.targets}
+    if sum(len(value.targets) for value in parsed.config_groups.values()) != len(targets):
+        raise SchemeError("quantization_config: a target stands in two config_groups")
+    for target, group in targets.items():
+        if not any(_hits(target, name) for name in names):
+            raise SchemeError(
+                f"quantization_config.config_groups.{group}: target {target!r} matches no module"
+            )
+    resolved = {}
+    for name in names:
+        group = _resolve_both(name, targets, parsed.ignore)
+        resolved[name] = DENSE if group is None else schemes[group]
+    return resolved
+
+
+def parse_kv_scheme(config: Mapping[str, Any]) -> KVScheme | None:
+    """The KV cache scheme of a `quantization_config`; SchemeError unless fp8 per tensor."""
+    kv = _validate(config).kv_cache_scheme
+    if kv is None:
+        return None
+    found = (kv.num_bits, kv.type, kv.strategy, kv.symmetric, kv.dynamic)
+    if found != (8, "float", "tensor", True, False):
+        raise SchemeError(
+            "quantization_config.kv_cache_scheme: only fp8 (8-bit float, symmetric, static, one "
+            "scale per tensor) is supported"
+        )
+    return KVScheme()
+
+
+def _validate(config: Mapping[str, Any]) -> _Config:
+    try:
+        return _Config.model_validate(dict(config))
+    except ValidationError as error:
+        raise SchemeError(f"quantization_config.{validation_message(error)}") from None
+
+
+def _scheme(name: str, group: _Group) -> Scheme:
+    w, a = group.weights, group.input_activations
+    where = f"quantization_config.config_groups.{name}"
+    if w.dynamic or w.strategy not in ("group", "channel"):
+        raise SchemeError(f"{where}.weights: strategy {w.strategy!r} is not supported for weights")
+    if a is not None and (not a.dynamic or a.strategy != "token" or not a.symmetric):
+        raise SchemeError(f"{where}.input_activations: only dynamic, symmetric, per token")
+    if a is not None and a.num_bits != 8:
+        raise SchemeError(f"{where}.input_activations: only 8 bits, not {a.num_bits}")
+    try:
+        weights = WeightScheme(
+            num_bits=w.num_bits,
+            kind=w.type,
+            symmetric=w.symmetric,
+            strategy="group" if w.strategy == "group" else "channel",
+            group_size=w.group_size,
+        )
+        activations = a and ActivationScheme(num_bits=a.num_bits, kind=a.type)
+        return Scheme(layout=group.format, weights=weights, activations=activations)
+    except SchemeError as error:
+        raise SchemeError(f"{where}: {error}") from None
+
+
+def _self_check(config: dict[str, Any], quantized: Mapping[str, Scheme], dense: list[str]) -> None:
+    """What we write reads back as what was asked for, under both resolvers."""
+    resolved = parse_quantization_config(config, [*quantized, *dense])
+    assert resolved == {**quantized, **dict.fromkeys(dense, DENSE)}
+
+
+def _resolve_both(name: str, targets: Mapping[str, str], ignore: Sequence[str]) -> str | None:
+    """The config group of `name`, or None; SchemeError when the resolvers disagree."""
+    hf = resolve_hf(name, targets, ignore)
+    for class_first in (False, True):
+        vllm = resolve_vllm(name, targets, ignore, class_first=class_first)
+        if vllm != hf:
+            raise SchemeError(
+                f"quantization_config: module {name} resolves to {hf} in transformers but to "
+                f"{vllm} in vLLM: its targets overlap, or not all of a fused group is named"
+            )
+    return hf
+
+
+def resolve_hf(name: str, targets: Mapping[str, str], ignore: Sequence[str]) -> str | None:
+    """compressed-tensors' rule (utils/match.py): exact, then regex, then class; each sorted."""
+    if any(_hits(entry, name) for entry in ignore):
+        return None
+    ordered = sorted(targets, key=lambda target: ("re:" in target, target))
+    named = [target for target in ordered if _matches_name(target, name)]
+    hits = named or [target for target in ordered if target == _CLASS_TARGET]
+    return targets[hits[0]] if hits else None
+
+
+def resolve_vllm(
+    name: str, targets: Mapping[str, str], ignore: Sequence[str], *, class_first: bool
+) -> str | None:
+    """vLLM's rule (compressed_tensors/utils.py) for `name`, or the fused module it is a shard of.
+
+    First the module's own name, in config order; then the class, by substring; then the names of
+    all shards (released versions differ in whether the class comes before or after the shards).
+    """
+    fused, shards = _fused_path(name)
+    if all(any(_matches_name(entry, shard) for entry in ignore) for shard in shards):
+        return None
+    by_name = next((t for t in targets if _matches_name(t, fused)), None)
+    by_class = next((t for t in targets if t.lower() in "parallellinear"), None)
+    found = [next((t for t in targets if _matches_name(t, shard)), None) for shard in shards]
+    by_shards = found[0] if None not in found else None
+    later = (by_class, by_shards) if class_first else (by_shards, by_class)
+    hit = by_name or later[0] or later[1]
+    return None if hit is None else targets[hit]
+
+
+def _fused_path(name: str) -> tuple[str, list[str]]:
+    """The name of the module vLLM loads `name` into, and the checkpoint names of its shards."""
+    prefix, dot, leaf = name.rpartition(".")
+    for fused, shards in FUSED_SHARDS.items():
+        if leaf in shards:
+            return f"{prefix}{dot}{fused}", [f"{prefix}{dot}{shard}" for shard in shards]
+    return name, [name]
+
+
+def _matches_name(target: str, name: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), name) is not None
+    return target == name
+
+
+def _hits(target: str, name: str) -> bool:
+    return target == _CLASS_TARGET or _matches_name(target, name)
