@@ -1,0 +1,129 @@
+"""What a run did: RunReport, and the files made of it beside the artifact.
+
+`report.json` (versioned, for programs), `report.md` (for people) and `README.md` (the model card).
+They hold timings and memory, so they stay outside the artifact's digest. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from quant.coverage import Coverage
+
+REPORT_VERSION = "1.0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleResult:
+    """One linear module as it was written.
+
+    shape: [out, in]. scheme: `Scheme.label`. method: the one that made the codes (rtn where gptq
+    fell back). rel_error: Frobenius norm of the error over that of the original, of the module's
+    outputs on calibration tokens, or of its weight when there were none (`error_of`); None for
+    dense modules. damping: fraction of the Hessian's mean diagonal that gptq ended with.
+    fallback: why the planned method could not be used. dead_columns: inputs that were always 0.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    scheme: str
+    method: str
+    bytes: int
+    rel_error: float | None = None
+    error_of: Literal["outputs", "weights"] = "outputs"
+    damping: float | None = None
+    fallback: str | None = None
+    dead_columns: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """The whole run. Bytes are of all weights (source, artifact); seconds per stage, in order.
+
+    peak_memory_bytes: largest resident size of the process. resumed_layers: taken over from an
+    earlier, interrupted run. tools: library name -> version.
+    """
+
+    model: str
+    architecture: str
+    recipe: str
+    artifact: str
+    artifact_digest: str
+    dtype: str
+    source_bytes: int
+    artifact_bytes: int
+    modules: tuple[ModuleResult, ...]
+    seconds: Mapping[str, float]
+    peak_memory_bytes: int
+    device: str = "cpu"
+    threads: int = 1
+    resumed_layers: int = 0
+    coverage: Coverage | None = None
+    warnings: tuple[str, ...] = ()
+    tools: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def quantized(self) -> tuple[ModuleResult, ...]:
+        return tuple(m for m in self.modules if m.scheme != "dense")
+
+    @property
+    def fallbacks(self) -> tuple[ModuleResult, ...]:
+        return tuple(m for m in self.modules if m.fallback)
+
+    def worst(self, count: int = 5) -> tuple[ModuleResult, ...]:
+        """The modules with the largest relative error, worst first."""
+        measured = [m for m in self.modules if m.rel_error is not None]
+        return tuple(sorted(measured, key=lambda m: -(m.rel_error or 0.0))[:count])
+
+    def bits_per_weight(self) -> float:
+        """Bits on disk (codes, scales, zero points) per weight of the quantized modules."""
+        weights = sum(m.shape[0] * m.shape[1] for m in self.quantized)
+        return 8 * sum(m.bytes for m in self.quantized) / weights if weights else 0.0
+
+    def all_warnings(self) -> Iterator[str]:
+        yield from self.warnings
+        if self.coverage is not None:
+            yield from self.coverage.warnings()
+        dead = [m for m in self.modules if m.dead_columns]
+        if dead:
+            yield (
+                f"{sum(m.dead_columns for m in dead)} input columns of {len(dead)} modules were "
+                "always 0 in calibration; they were rounded to nearest"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["coverage"] = None if self.coverage is None else self.coverage.to_json()
+        data["warnings"] = list(self.all_warnings())
+        return {"report_version": REPORT_VERSION, **data}
+
+
+def write_reports(files: Mapping[str, str], directory: Path) -> None:
+    """Write report files into an artifact's directory, each atomically."""
+    for name, text in files.items():
+        temporary = directory / f".{name}.partial"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, directory / name)
+
+
+def report_json(report: RunReport) -> str:
+    return json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n"
+
+
+def by_kind(modules: Sequence[ModuleResult]) -> dict[tuple[str, str], list[ModuleResult]]:
+    """Modules grouped by their last name part and scheme, in order of appearance."""
+    groups: dict[tuple[str, str], list[ModuleResult]] = {}
+    for module in modules:
+        key = (module.module.rpartition(".")[2], module.scheme)
+        groups.setdefault(key, []).append(module)
+    return groups
