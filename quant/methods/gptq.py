@@ -1,0 +1,305 @@
+"""GPTQ: round one column after another, pushing each rounding error onto the columns to come.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
+arXiv 2210.17323: the update of section 3.1 (eq. 2-3), all rows in one order (step 1), lazy batch
+updates (step 2), and the Cholesky form of the inverse (step 3, algorithm 1). Around it:
+
+- *static act-order*: columns are visited by falling diag(H), but groups and scales are fixed
+  beforehand on the unpermuted weight, so that the artifact needs no column index;
+- scales from the weighted search of `quant.methods.scales`, cast to their stored dtype first;
+- a *damping ladder*: 1, 10, 100 times the asked damping (at most 1.0), each tried in float32 and
+  float64, then round-to-nearest for this module: never an exception over a bad Hessian;
+- inputs that were never active (diag(H) == 0) are rounded to nearest, never zeroed;
+- *refinement*: coordinate descent over the codes (Behdin et al., "QuantEase", arXiv 2309.01885,
+  section 3) in turn with least-squares scales for fixed codes, kept row by row where it helps.
+
+Pure: weight and statistics in, codes out. Rows are independent, so modules that share an input may
+be stacked along `out` and quantized in one call.
+
+Shape legend: O output rows, I input columns, G groups, S = I / G.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quant.artifact.layout import QuantizedWeight, min_max_qparams, num_groups, round_scale
+from quant.artifact.scheme import Scheme, WeightScheme
+from quant.methods.rtn import rtn
+from quant.methods.scales import decode, encode, search_scales, store_codes, within
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTQSettings:
+    """damping: fraction of mean(diag H) added to the diagonal; block_size: columns per lazy update;
+    refine_rounds: rounds of (coordinate descent, scale refit) after the GPTQ pass, 0 for none."""
+
+    damping: float = 0.01
+    act_order: bool = True
+    block_size: int = 128
+    scale_search: bool = True
+    refine_rounds: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTQInfo:
+    """What happened: the damping that worked (None after a fallback), whether the module fell back
+    to round-to-nearest, inputs never active, and the relative output error
+    tr(E H E^T) / tr(W H W^T) of what is stored."""
+
+    damping: float | None
+    fallback: bool
+    dead_columns: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The values a weight may take: scale and zero point spread over columns, [O, I] views."""
+
+    scheme: WeightScheme
+    scale: Tensor
+    zero_point: Tensor | None
+
+    def column(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero point of one column, [O] each."""
+        group = index // self.group_width
+        zero = None if self.zero_point is None else self.zero_point[:, group]
+        return self.scale[:, group], zero
+
+    @property
+    def group_width(self) -> int:
+        """Columns per group; a channel is one group of any width."""
+        return self.scheme.group_size or 2**62
+
+    def nearest(self, values: Tensor, column: int) -> Tensor:
+        """Codes of `values` [O] in that column, float32."""
+        scale, zero = self.column(column)
+        return encode(values, scale, zero, self.scheme)
+
+    def value(self, codes: Tensor, column: int) -> Tensor:
+        """What `codes` [O] of that column reconstruct to, float32."""
+        scale, zero = self.column(column)
+        return decode(codes, scale, zero)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """What `codes` [O, I] reconstruct to, float32."""
+        width = codes.shape[1] // self.scale.shape[1]
+        zero = self.zero_point
+        spread = None if zero is None else zero.repeat_interleave(width, 1)
+        return decode(codes, self.scale.repeat_interleave(width, 1), spread)
+
+
+def gptq(
+    weight: Tensor,
+    hessian: Tensor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype,
+    settings: GPTQSettings,
+) -> tuple[QuantizedWeight, GPTQInfo]:
+    """Quantize `weight` [O, I] so that the output on the calibration inputs changes least.
+
+    hessian [I, I] float32: X^T X over valid tokens, any constant factor. Neither is changed.
+    Raises SchemeError when a scale does not fit `scale_dtype`.
+    """
+    assert scheme.weights is not None
+    values = weight.float()
+    full, dead = _revive_dead_columns(hessian.float())
+    order = torch.argsort(full.diagonal(), descending=True, stable=True)
+    if not settings.act_order:
+        order = torch.arange(len(order), device=order.device)
+    factor, damping = _inverse_factor(full[order][:, order], settings.damping)
+    if factor is None:
+        fallback = rtn(values, scheme, scale_dtype, importance=_importance(full, settings))
+        return fallback, _info(values, fallback, full, None, dead)
+    damped = full + damping * full.diagonal().mean() * torch.eye(len(full), device=full.device)
+    scale, zero = _scales(values, full, scheme.weights, scale_dtype, settings)
+    grid = Grid(scheme=scheme.weights, scale=scale, zero_point=zero)
+    codes = _propagate(values, factor, order, grid, settings.block_size)
+    for _ in range(settings.refine_rounds):
+        codes = _descend(values, codes, damped, order, grid, settings.block_size)
+        grid = _refit_scales(values, codes, damped, grid, scale_dtype)
+    result = QuantizedWeight(
+        scheme=scheme, codes=store_codes(codes, scheme.weights), scale=grid.scale, zero_point=zero
+    )
+    return result, _info(values, result, full, damping, dead)
+
+
+def _revive_dead_columns(hessian: Tensor) -> tuple[Tensor, int]:
+    """A copy whose zero diagonal entries are the mean of the others, and how many there were.
+
+    The rest of such a row and column is zero, so nothing is propagated into or out of it: the
+    column is rounded to nearest.
+    """
+    diagonal = hessian.diagonal()
+    dead = diagonal <= 0
+    alive = diagonal[~dead]
+    fill = alive.mean() if len(alive) else torch.ones((), device=hessian.device)
+    return hessian + torch.diag(torch.where(dead, fill, 0.0)), int(dead.sum())
+
+
+def _importance(hessian: Tensor, settings: GPTQSettings) -> Tensor | None:
+    return hessian.diagonal() if settings.scale_search else None
+
+
+def _scales(
+    weight: Tensor,
+    hessian: Tensor,
+    scheme: WeightScheme,
+    scale_dtype: torch.dtype,
+    settings: GPTQSettings,
+) -> tuple[Tensor, Tensor | None]:
+    """Scales fixed before any error is propagated, on the unpermuted weight."""
+    if settings.scale_search:
+        return search_scales(weight, scheme, scale_dtype, hessian.diagonal())
+    return min_max_qparams(weight, scheme, scale_dtype)
+
+
+def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor | None, float]:
+    """Upper Cholesky factor of (H + damping * mean(diag) * I)^-1 in float32, and the damping used.
+
+    None when no rung of the ladder gives a finite factor.
+    """
+    mean = float(hessian.diagonal().mean())
+    rungs = [damping * 10**step for step in range(6) if damping * 10**step <= 1.0] or [damping]
+    eye = torch.eye(len(hessian), device=hessian.device)
+    for rung in rungs:
+        for dtype in (torch.float32, torch.float64):
+            factor = _try_factor((hessian + rung * mean * eye).to(dtype))
+            if factor is not None:
+                return factor.float(), rung
+    return None, rungs[-1]
+
+
+def _try_factor(damped: Tensor) -> Tensor | None:
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    if failed:
+        return None
+    inverse = torch.cholesky_inverse(lower)
+    upper, failed = torch.linalg.cholesky_ex((inverse + inverse.T) / 2, upper=True)
+    return upper if not failed and bool(torch.isfinite(upper).all()) else None
+
+
+def _propagate(
+    weight: Tensor, factor: Tensor, order: Tensor, grid: Grid, block_size: int
+) -> Tensor:
+    """The GPTQ pass (algorithm 1); columns are visited in `order`. Returns codes [O, I], float32.
+
+    `factor` is in visiting order. Inside a block errors go to the block's own columns at once and
+    to all later ones by one matrix product at its end.
+    """
+    remaining = weight[:, order].clone()
+    codes = torch.empty_like(remaining)
+    columns = order.tolist()
+    for start in range(0, len(columns), block_size):
+        end = min(start + block_size, len(columns))
+        block, local = remaining[:, start:end].clone(), factor[start:end, start:end]
+        errors = torch.empty_like(block)
+        for i in range(end - start):
+            current = block[:, i]
+            code = grid.nearest(current, columns[start + i])
+            error = (current - grid.value(code, columns[start + i])) / local[i, i]
+            block[:, i:] -= torch.outer(error, local[i, i:])
+            codes[:, start + i] = code
+            errors[:, i] = error
+        remaining[:, end:] -= errors @ factor[start:end, end:]
+    return codes[:, torch.argsort(order)]
+
+
+def _descend(
+    weight: Tensor, codes: Tensor, hessian: Tensor, order: Tensor, grid: Grid, block_size: int
+) -> Tensor:
+    """One sweep of coordinate descent on E H E^T: each column takes its best code given the rest.
+
+    `gradient` is E H in visiting order; a column's best real value is its present one plus
+    gradient / diag(H).
+    """
+    permuted = hessian[order][:, order]
+    values = grid.values(codes)[:, order]
+    gradient = (weight[:, order] - values) @ permuted
+    result = codes[:, order].clone()
+    columns = order.tolist()
+    for start in range(0, len(columns), block_size):
+        end = min(start + block_size, len(columns))
+        slope, local = gradient[:, start:end].clone(), permuted[start:end, start:end]
+        steps = torch.empty_like(slope)
+        for i in range(end - start):
+            present = values[:, start + i]
+            code = grid.nearest(present + slope[:, i] / local[i, i], columns[start + i])
+            steps[:, i] = grid.value(code, columns[start + i]) - present
+            slope -= torch.outer(steps[:, i], local[i])
+            result[:, start + i] = code
+        gradient[:, end:] -= steps @ permuted[start:end, end:]
+    return result[:, torch.argsort(order)]
+
+
+def _refit_scales(
+    weight: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, scale_dtype: torch.dtype
+) -> Grid:
+    """The grid with least-squares scales for these codes, row by row where that lowers the error.
+
+    For fixed codes C the row error is quadratic in its G scales: (C^T H C) s = C^T H w.
+    """
+    shifted = codes
+    if grid.zero_point is not None:
+        shifted = codes - grid.zero_point.float().repeat_interleave(_width(codes, grid), 1)
+    solution = _solve_scales(weight, shifted, hessian, num_groups(grid.scheme, codes.shape[1]))
+    usable = torch.isfinite(solution) & (solution > 0)
+    wanted = torch.where(usable, within(solution, scale_dtype), grid.scale.float())
+    trial = Grid(
+        scheme=grid.scheme, scale=round_scale(wanted, scale_dtype), zero_point=grid.zero_point
+    )
+    before = _row_error(weight - grid.values(codes), hessian)
+    better = _row_error(weight - trial.values(codes), hessian) < before
+    scale = torch.where(better[:, None], trial.scale, grid.scale)
+    return Grid(scheme=grid.scheme, scale=scale, zero_point=grid.zero_point)
+
+
+def _width(codes: Tensor, grid: Grid) -> int:
+    return codes.shape[1] // grid.scale.shape[1]
+
+
+def _solve_scales(weight: Tensor, shifted: Tensor, hessian: Tensor, groups: int) -> Tensor:
+    """Scales [O, G] of least error; a tiny ridge keeps all-zero groups solvable."""
+    rows, columns = shifted.shape
+    width = columns // groups
+    normal = torch.empty(rows, groups, groups, device=shifted.device)
+    for g in range(groups):
+        part = slice(g * width, (g + 1) * width)
+        spread = shifted[:, part] @ hessian[part]
+        normal[:, g] = (spread * shifted).reshape(rows, groups, width).sum(-1)
+    target = ((weight @ hessian) * shifted).reshape(rows, groups, width).sum(-1)
+    ridge = normal.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-30) * 1e-7
+    normal = normal.double() + torch.diag_embed(ridge[:, None].expand(rows, groups).double())
+    solution, _ = torch.linalg.solve_ex(normal, target.double()[..., None])
+    return solution[..., 0].float()
+
+
+def _row_error(error: Tensor, hessian: Tensor) -> Tensor:
+    """diag(E H E^T), [O]."""
+    return ((error @ hessian) * error).sum(-1)
+
+
+def _info(
+    weight: Tensor, result: QuantizedWeight, hessian: Tensor, damping: float | None, dead: int
+) -> GPTQInfo:
+    return GPTQInfo(
+        damping=damping,
+        fallback=damping is None,
+        dead_columns=dead,
+        loss=relative_output_error(weight, result, hessian),
+    )
+
+
+def relative_output_error(weight: Tensor, result: QuantizedWeight, hessian: Tensor) -> float:
+    """tr(E H E^T) / tr(W H W^T) with E = W - what is stored; 0 for an all-zero weight."""
+    assert result.scheme.weights is not None
+    grid = Grid(
+        scheme=result.scheme.weights, scale=result.scale, zero_point=result.zero_point
+    )
+    error = weight.float() - grid.values(result.codes.float())
+    total = _row_error(weight.float(), hessian).sum()
+    return float(_row_error(error, hessian).sum() / total) if total > 0 else 0.0

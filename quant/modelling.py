@@ -1,0 +1,233 @@
+"""The only file that knows transformers' modelling code: families, layers, and how to run them.
+
+A `Skeleton` is the transformers model on the meta device (no memory) whose decoder layers are
+stand-ins that hand their input on. To run decoder layer i, the real layer is put in its place and
+the *model's own* forward is called with hidden states instead of token ids: masks (causal, sliding
+window), rotary embeddings and per-layer keyword arguments are made by transformers itself, so a
+layer-wise pass is the full forward, cut into pieces. Families differ in data only (`FAMILIES`).
+
+It does not know where weights come from, nor what quantization is.
+
+Shape legend: B sequences of a batch, T tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from quant.errors import SourceError, UnsupportedModelError
+
+ATTENTION = "weighbridge_tap"
+
+# Modules of a decoder layer that read the same input, in the order in which a layer computes them.
+STAGES = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A model family: the class that config.json must name."""
+
+    architecture: str
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(architecture="LlamaForCausalLM"),
+    "mistral": Family(architecture="MistralForCausalLM"),
+    "qwen2": Family(architecture="Qwen2ForCausalLM"),
+    "qwen3": Family(architecture="Qwen3ForCausalLM"),
+    "gemma3_text": Family(architecture="Gemma3ForCausalLM"),
+}
+
+KVTap = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def check_family(config: Mapping[str, Any], where: str) -> Family:
+    """The family of a config.json; UnsupportedModelError names the supported ones."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    architectures = config.get("architectures") or ([family.architecture] if family else [None])
+    if family is None or architectures != [family.architecture]:
+        known = ", ".join(f"{f.architecture} ({name})" for name, f in FAMILIES.items())
+        raise UnsupportedModelError(
+            f"{where}: architecture {architectures[0]} (model_type "
+            f"{config.get('model_type')!r}) is not supported; supported are {known}"
+        )
+    return family
+
+
+def tapped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """SDPA attention that first shows post-rope keys and values to the module's `kv_tap`, if any.
+
+    key, value: [B, kv heads, T, head dim]; the tap returns what attention shall use.
+    """
+    tap: KVTap | None = getattr(module, "kv_tap", None)
+    if tap is not None:
+        key, value = tap(key, value)
+    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+
+AttentionInterface.register(ATTENTION, tapped_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+class PassThrough(nn.Module):
+    """Stands where a decoder layer is not loaded: hands its input on."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+class Skeleton:
+    """The model without its layers. Embedding and head are loaded when asked for, then dropped."""
+
+    def __init__(self, config: Mapping[str, Any], device: str = "cpu") -> None:
+        hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        hf_config._attn_implementation = ATTENTION
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+        self.device = torch.device(device)
+        self.is_tied = bool(hf_config.tie_word_embeddings)
+        self.num_layers: int = hf_config.num_hidden_layers
+        self.parameter_shapes = {
+            name: tuple(p.shape) for name, p in self._model.named_parameters(remove_duplicate=False)
+        }
+        self.linear_shapes: dict[str, tuple[int, int]] = {
+            name: (module.out_features, module.in_features)
+            for name, module in self._model.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        self._blueprints = list(self._model.model.layers)
+        self._norm = self._model.model.norm
+        self._model.model.layers = nn.ModuleList(PassThrough() for _ in self._blueprints)
+        self._model.model.norm = nn.Identity()
+        self._restore_buffers()
+
+    def _restore_buffers(self) -> None:
+        """Give the modules outside the layers their computed buffers (rope frequencies, ...)."""
+        for module in self._model.modules():
+            if any(True for _ in module.buffers(recurse=False)):
+                weights = dict(module.named_parameters(recurse=False))
+                for name in weights:
+                    delattr(module, name)
+                module.to_empty(device=self.device, recurse=False)
+                for name, weight in weights.items():
+                    weight._is_hf_initialized = True
+                    module.register_parameter(name, weight)
+                with torch.no_grad():
+                    self._model._init_weights(module)
+
+    def layer_prefix(self, index: int) -> str:
+        """What the names of a layer's tensors start with."""
+        return f"model.layers.{index}."
+
+    def layer_names(self, index: int) -> tuple[str, ...]:
+        """Checkpoint names of every tensor of a layer."""
+        prefix = self.layer_prefix(index)
+        return tuple(name for name in self.parameter_shapes if name.startswith(prefix))
+
+    def outer_names(self) -> tuple[str, ...]:
+        """Checkpoint names of every tensor outside the layers (without a tied head)."""
+        return tuple(
+            name
+            for name in self.parameter_shapes
+            if not name.startswith("model.layers.") and not (self.is_tied and name == HEAD_WEIGHT)
+        )
+
+    def build_layer(self, index: int, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """Decoder layer `index` with `tensors` (checkpoint names) as float32 on the device."""
+        prefix = self.layer_prefix(index)
+        layer = copy.deepcopy(self._blueprints[index])
+        state = {
+            name.removeprefix(prefix): tensor.to(self.device, torch.float32)
+            for name, tensor in tensors.items()
+        }
+        layer.load_state_dict(state, assign=True, strict=True)
+        return layer.requires_grad_(False)
+
+    def embed(self, weights: Mapping[str, Tensor], token_ids: list[Tensor]) -> list[Tensor]:
+        """Hidden states [B, T, H] that enter layer 0, on the CPU, for each [B, T] of ids."""
+        table = self._model.model.embed_tokens
+        placeholder = table.weight
+        table.weight = _parameter(weights["model.embed_tokens.weight"], self.device)
+        hidden = [table(ids.to(self.device)).cpu() for ids in token_ids]
+        table.weight = placeholder
+        return hidden
+
+    def run_layer(self, index: int, layer: nn.Module, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Output [B, T, H] of decoder layer `index` for its input; mask [B, T] is True on tokens."""
+        inner = self._model.model
+        inner.layers[index] = layer
+        try:
+            with torch.no_grad():
+                output = inner(
+                    inputs_embeds=hidden.to(self.device),
+                    attention_mask=mask.to(self.device),
+                    use_cache=False,
+                )
+        finally:
+            inner.layers[index] = PassThrough()
+        return output.last_hidden_state
+
+    @contextmanager
+    def head(self, weights: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+        """Final norm and lm_head loaded: a module to call as `head(inputs_embeds=[B, T, H])`.
+
+        Its `lm_head` may be hooked; logits [B, T, V] (soft-capped where the family does) come out.
+        """
+        model = self._model
+        identity, placeholder = model.model.norm, model.lm_head.weight
+        norm = copy.deepcopy(self._norm)
+        norm.weight = _parameter(weights["model.norm.weight"], self.device)
+        name = "model.embed_tokens.weight" if self.is_tied else HEAD_WEIGHT
+        model.model.norm = norm
+        model.lm_head.weight = _parameter(weights[name], self.device)
+        try:
+            yield model
+        finally:
+            model.model.norm, model.lm_head.weight = identity, placeholder
+
+
+HEAD_WEIGHT = f"{HEAD}.weight"
+
+
+def _parameter(tensor: Tensor, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(tensor.to(device, torch.float32), requires_grad=False)
+
+
+def check_tensors(
+    skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """SourceError unless the checkpoint has every tensor that the config promises, in its shape."""
+    wanted = [*skeleton.outer_names()]
+    for index in range(skeleton.num_layers):
+        wanted.extend(skeleton.layer_names(index))
+    missing = [name for name in wanted if name not in shapes]
+    if missing:
+        raise SourceError(
+            f"{where}: {len(missing)} tensors that config.json promises are missing, the first is "
+            f"{missing[0]}; is this the whole checkpoint of that model?"
+        )
+    for name in wanted:
+        if tuple(shapes[name]) != skeleton.parameter_shapes[name]:
+            raise SourceError(
+                f"{where}: {name} has shape {list(shapes[name])}, config.json promises "
+                f"{list(skeleton.parameter_shapes[name])}"
+            )

@@ -1,0 +1,229 @@
+"""Where a model comes from: a Hugging Face directory, a hub id or a GGUF file, behind one face.
+
+`open_source` checks everything that can be known without reading weights (files, architecture,
+tensor names and shapes) and refuses what would run code or is quantized already. Weights are then
+read tensor by tensor. It does not know how a layer computes (`quant.modelling`) nor what becomes of
+the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quant.artifact.errors import UnsafeCheckpointError
+from quant.artifact.store import CheckpointReader
+from quant.checkpoint import Source, file_sha256
+from quant.errors import AlreadyQuantizedError, SourceError
+from quant.modelling import check_family, check_tensors
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+# Never copied: weights, code, and the files that every artifact writes anew.
+NOT_COPIED_SUFFIXES = PICKLE_SUFFIXES | {
+    ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".tflite", ".ot", ".py", ".partial",
+}  # fmt: skip
+NOT_COPIED_NAMES = frozenset({
+    "config.json", "artifact.json", "gate.json", "recipe.yaml", "report.json", "report.md",
+    "report.html", "README.md", "quantize_config.json", "quant_config.json",
+})  # fmt: skip
+
+QUANTIZED_MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class HFSource(Source):
+    """A directory with config.json, safetensors and tokenizer files."""
+
+    kind = "hf"
+
+    def __init__(self, path: Path, revision: str | None = None) -> None:
+        self.path, self.revision = path, revision
+        self.config = _read_config(path)
+        _refuse_code(path, self.config)
+        refuse_quantized(path, self.config)
+        check_family(self.config, str(path))
+        _require_tokenizer(path)
+        _refuse_pickle(path)
+        self._reader = CheckpointReader(path)
+        self.names = tuple(self._reader.names)
+        _refuse_quantized_names(path, self.names)
+        check_tensors(self.skeleton, {n: self.shape(n) for n in self.names}, str(path))
+        self.dtype = _stored_dtype(self.config, self._reader, self.names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._reader.shape(name))
+
+    def raw_tensor(self, name: str) -> Tensor:
+        return self._reader.tensor(name)
+
+    @cached_property
+    def digest(self) -> str:
+        chosen = [p for p in sorted(self.path.iterdir()) if p.is_file() and _is_model_file(p)]
+        lines = [f"{p.name} {file_sha256(p)}\n" for p in chosen]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def files(self) -> dict[str, bytes]:
+        return {
+            path.name: path.read_bytes()
+            for path in sorted(self.path.iterdir())
+            if path.is_file() and _is_copied(path)
+        }
+
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+
+
+def open_source(model: str) -> Source:
+    """The source that `model` names: a directory, a GGUF file, or a hub id `owner/name`.
+
+    Raises SourceError (nothing there, incomplete, unreadable), UnsupportedModelError (architecture),
+    AlreadyQuantizedError, or UnsafeCheckpointError (pickle weights, remote code).
+    """
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return _open_gguf(path)
+    if path.is_file():
+        raise SourceError(f"{path}: expected a model directory or a .gguf file")
+    if path.is_dir():
+        return _open_directory(path)
+    if HUB_ID.fullmatch(model):
+        return _open_hub(model)
+    raise SourceError(
+        f"{model}: no such file or directory, and no hub id (owner/name) either"
+    )
+
+
+def _open_directory(path: Path) -> Source:
+    ggufs = sorted(path.glob("*.gguf"))
+    if (path / "config.json").is_file():
+        return HFSource(path, revision=_snapshot_revision(path))
+    if len(ggufs) == 1:
+        return _open_gguf(ggufs[0])
+    if ggufs:
+        names = ", ".join(p.name for p in ggufs)
+        raise SourceError(f"{path}: {len(ggufs)} GGUF files ({names}); name the one to read")
+    raise SourceError(f"{path}: no config.json and no .gguf file; expected a model directory")
+
+
+def _open_gguf(path: Path) -> Source:
+    # Not at the top: it needs the gguf package, which a Hugging Face source does without.
+    from quant.gguf_source import GGUFSource
+
+    return GGUFSource(path)
+
+
+def _open_hub(model: str) -> Source:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        local = Path(snapshot_download(model, allow_patterns=list(HUB_PATTERNS)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise SourceError(
+            f"{model}: no such directory here, and the hub did not deliver it "
+            f"({type(error).__name__}); check the name and the network, or give a local directory"
+        ) from error
+    return _open_directory(local)
+
+
+def _snapshot_revision(path: Path) -> str | None:
+    """The commit, when `path` is a snapshot in the hub's cache."""
+    is_commit = re.fullmatch(r"[0-9a-f]{40}", path.name) and path.parent.name == "snapshots"
+    return path.name if is_commit else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path / 'config.json'}: not readable as JSON: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise SourceError(f"{path / 'config.json'}: no model_type; is this a transformers model?")
+    return config
+
+
+def _refuse_code(path: Path, config: dict[str, Any]) -> None:
+    settings = path / "tokenizer_config.json"
+    found = "config.json" if "auto_map" in config else None
+    if settings.is_file() and '"auto_map"' in settings.read_text(encoding="utf-8"):
+        found = settings.name
+    if found:
+        raise UnsafeCheckpointError(
+            f"{path}: {found} names code to run (auto_map); remote code is never executed, use a "
+            "checkpoint of a supported architecture without it"
+        )
+
+
+def refuse_quantized(path: Path, config: dict[str, Any]) -> None:
+    """AlreadyQuantizedError if config.json has a quantization section."""
+    section = config.get("quantization_config") or config.get("compression_config")
+    if section:
+        method = section.get("quant_method", "unknown")
+        raise AlreadyQuantizedError(
+            f"{path}: already quantized ({method}, format {section.get('format', '?')}); "
+            "start from the original float checkpoint"
+        )
+
+
+def _refuse_quantized_names(path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        if name.endswith(QUANTIZED_MARKS):
+            raise AlreadyQuantizedError(
+                f"{path}: tensor {name} holds codes or scales of a quantized model; start from the "
+                "original float checkpoint"
+            )
+
+
+def _require_tokenizer(path: Path) -> None:
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise SourceError(
+            f"{path}: no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); copy the tokenizer "
+            "files of the model into the directory"
+        )
+
+
+def _refuse_pickle(path: Path) -> None:
+    pickles = [p.name for p in sorted(path.iterdir()) if p.suffix in PICKLE_SUFFIXES]
+    if pickles and not any(path.glob("*.safetensors")):
+        raise UnsafeCheckpointError(
+            f"{path}: only pickle weights ({pickles[0]}); loading them would run code. Convert the "
+            "checkpoint to safetensors first"
+        )
+
+
+def _stored_dtype(
+    config: dict[str, Any], reader: CheckpointReader, names: tuple[str, ...]
+) -> torch.dtype:
+    """The dtype of the embedding table; a family keeps all its linears in it."""
+    dtype = reader.dtype("model.embed_tokens.weight")
+    if dtype not in DTYPES.values():
+        raise SourceError(
+            f"tensor model.embed_tokens.weight is {dtype}; expected one of {', '.join(DTYPES)}"
+        )
+    return dtype
+
+
+def _is_copied(path: Path) -> bool:
+    return not (
+        path.suffix in NOT_COPIED_SUFFIXES
+        or path.name in NOT_COPIED_NAMES
+        or path.name.endswith(".index.json")
+        or path.name.startswith(".")
+    )
+
+
+def _is_model_file(path: Path) -> bool:
+    return _is_copied(path) or path.suffix == ".safetensors" or path.name == "config.json"
