@@ -113,23 +113,20 @@ def _global_format(layouts: Iterable[Layout]) -> str:
 
 def check_fused_groups(modules: Mapping[str, Scheme]) -> None:
     """SchemeError when modules that serving engines load as one have different schemes."""
+    first: dict[str, str] = {}
     for name in sorted(modules):
-        for other in fused_with(name, modules):
-            if modules[other] != modules[name]:
-                raise SchemeError(
-                    f"{name} is {modules[name].label} but {other} is {modules[other].label}: "
-                    "engines load them as one module, so they need the same scheme"
-                )
+        other = first.setdefault(fused_group(name), name)
+        if modules[other] != modules[name]:
+            raise SchemeError(
+                f"{other} is {modules[other].label} but {name} is {modules[name].label}: "
+                "engines load them as one module, so they need the same scheme"
+            )
 
 
-def fused_with(name: str, modules: Iterable[str]) -> list[str]:
-    """The other modules of `modules` that engines fuse with `name`."""
-    known = modules if isinstance(modules, Mapping | set | frozenset) else set(modules)
-    siblings = _fused_path(name)[1]
-    if expert := _EXPERT.fullmatch(name):
-        stack = expert.group(1) + "."
-        siblings = [other for other in known if other.startswith(stack)]
-    return [other for other in siblings if other in known and other != name]
+def fused_group(name: str) -> str:
+    """Key shared by all modules that engines load as one: q|k|v, gate|up, a layer's experts."""
+    expert = _EXPERT.fullmatch(name)
+    return expert.group(1) if expert else _fused_path(name)[0]
 
 
 class _Strict(BaseModel):
@@ -187,19 +184,37 @@ def parse_quantization_config(
     parsed = _validate(config)
     names = sorted(module_names)
     schemes = {group: _scheme(group, value) for group, value in parsed.config_groups.items()}
-    targets = {t: group for group, value in parsed.config_groups.items() for t in value.targets}
-    if sum(len(value.targets) for value in parsed.config_groups.values()) != len(targets):
-        raise SchemeError("quantization_config: a target stands in two config_groups")
+    targets = _target_table(parsed.config_groups)
+    patterns, ignore = _Patterns(targets), _Patterns(dict.fromkeys(parsed.ignore, ""))
+    _check_all_match(targets, names)
+    resolved = {}
+    for name in names:
+        group = _resolve_both(name, patterns, ignore)
+        resolved[name] = DENSE if group is None else schemes[group]
+    return resolved
+
+
+def _target_table(groups: Mapping[str, _Group]) -> dict[str, str]:
+    """Target to config group, in config order."""
+    table: dict[str, str] = {}
+    for group, value in groups.items():
+        for target in value.targets:
+            if table.setdefault(target, group) != group:
+                raise SchemeError(
+                    f"quantization_config.config_groups: target {target!r} stands in both "
+                    f"{table[target]} and {group}"
+                )
+    return table
+
+
+def _check_all_match(targets: Mapping[str, str], names: Sequence[str]) -> None:
+    known = set(names)
     for target, group in targets.items():
-        if not any(_hits(target, name) for name in names):
+        is_hit = target in known or target == _CLASS_TARGET
+        if not is_hit and not any(_Patterns({target: group}).first(name) for name in names):
             raise SchemeError(
                 f"quantization_config.config_groups.{group}: target {target!r} matches no module"
             )
-    resolved = {}
-    for name in names:
-        group = _resolve_both(name, targets, parsed.ignore)
-        resolved[name] = DENSE if group is None else schemes[group]
-    return resolved
 
 
 def parse_kv_scheme(config: Mapping[str, Any]) -> KVScheme | None:
@@ -252,7 +267,37 @@ def _self_check(config: dict[str, Any], quantized: Mapping[str, Scheme], dense: 
     assert resolved == {**quantized, **dict.fromkeys(dense, DENSE)}
 
 
-def _resolve_both(name: str, targets: Mapping[str, str], ignore: Sequence[str]) -> str | None:
+class _Patterns:
+    """Targets (each of a config group) or ignore entries, in config order.
+
+    An entry is an exact module name, a `re:` regex, or the class `Linear`.
+    """
+
+    def __init__(self, groups: Mapping[str, str]) -> None:
+        self.groups = groups
+        self._rank = {entry: i for i, entry in enumerate(groups)}
+        self._regexes = [(e, _regex(e)) for e in groups if e.startswith("re:")]
+
+    def matching(self, name: str) -> list[str]:
+        """The entries that match `name` by name, in order."""
+        hits = [entry for entry, regex in self._regexes if regex.match(name)]
+        return sorted({*hits, *([name] if name in self._rank else [])}, key=self._rank.__getitem__)
+
+    def first(self, name: str) -> str | None:
+        return next(iter(self.matching(name)), None)
+
+    def of_class(self) -> str | None:
+        return _CLASS_TARGET if _CLASS_TARGET in self._rank else None
+
+
+def _regex(entry: str) -> re.Pattern[str]:
+    try:
+        return re.compile(entry.removeprefix("re:"))
+    except re.error as error:
+        raise SchemeError(f"quantization_config: {entry!r} is not a regex: {error}") from None
+
+
+def _resolve_both(name: str, targets: _Patterns, ignore: _Patterns) -> str | None:
     """The config group of `name`, or None; SchemeError when the resolvers disagree."""
     hf = resolve_hf(name, targets, ignore)
     for class_first in (False, True):
@@ -265,34 +310,31 @@ def _resolve_both(name: str, targets: Mapping[str, str], ignore: Sequence[str]) 
     return hf
 
 
-def resolve_hf(name: str, targets: Mapping[str, str], ignore: Sequence[str]) -> str | None:
+def resolve_hf(name: str, targets: _Patterns, ignore: _Patterns) -> str | None:
     """compressed-tensors' rule (utils/match.py): exact, then regex, then class; each sorted."""
-    if any(_hits(entry, name) for entry in ignore):
+    if ignore.first(name) or ignore.of_class():
         return None
-    ordered = sorted(targets, key=lambda target: ("re:" in target, target))
-    named = [target for target in ordered if _matches_name(target, name)]
-    hits = named or [target for target in ordered if target == _CLASS_TARGET]
-    return targets[hits[0]] if hits else None
+    named = sorted(targets.matching(name), key=lambda target: ("re:" in target, target))
+    hit = named[0] if named else targets.of_class()
+    return None if hit is None else targets.groups[hit]
 
 
 def resolve_vllm(
-    name: str, targets: Mapping[str, str], ignore: Sequence[str], *, class_first: bool
+    name: str, targets: _Patterns, ignore: _Patterns, *, class_first: bool
 ) -> str | None:
     """vLLM's rule (compressed_tensors/utils.py) for `name`, or the fused module it is a shard of.
 
-    First the module's own name, in config order; then the class, by substring; then the names of
-    all shards (released versions differ in whether the class comes before or after the shards).
+    First the module's own name, in config order; then the class; then the names of all shards
+    (released versions differ in whether the class comes before or after the shards).
     """
     fused, shards = _fused_path(name)
-    if all(any(_matches_name(entry, shard) for entry in ignore) for shard in shards):
+    if all(ignore.first(shard) for shard in shards):
         return None
-    by_name = next((t for t in targets if _matches_name(t, fused)), None)
-    by_class = next((t for t in targets if t.lower() in "parallellinear"), None)
-    found = [next((t for t in targets if _matches_name(t, shard)), None) for shard in shards]
+    found = [targets.first(shard) for shard in shards]
     by_shards = found[0] if None not in found else None
-    later = (by_class, by_shards) if class_first else (by_shards, by_class)
-    hit = by_name or later[0] or later[1]
-    return None if hit is None else targets[hit]
+    later = (targets.of_class(), by_shards)
+    hit = targets.first(fused) or next(filter(None, later if class_first else later[::-1]), None)
+    return None if hit is None else targets.groups[hit]
 
 
 def _fused_path(name: str) -> tuple[str, list[str]]:
@@ -302,13 +344,3 @@ def _fused_path(name: str) -> tuple[str, list[str]]:
         if leaf in shards:
             return f"{prefix}{dot}{fused}", [f"{prefix}{dot}{shard}" for shard in shards]
     return name, [name]
-
-
-def _matches_name(target: str, name: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), name) is not None
-    return target == name
-
-
-def _hits(target: str, name: str) -> bool:
-    return target == _CLASS_TARGET or _matches_name(target, name)
