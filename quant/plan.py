@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quant.artifact.dialect import FUSED_SHARDS
 from quant.artifact.scheme import DENSE, GROUP_SIZES, Scheme, with_group_size
 from quant.errors import AlreadyQuantizedError, PlanError, UnsupportedModelError
 from quant.recipe import MethodName, ModuleRule, Recipe, layer_index, matches, override_applies
 
-# Modules of one parent that a serving engine runs as one matrix.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SHOWN = 6
 
@@ -42,7 +41,8 @@ class PlanRow:
 class Plan:
     """All rows (layer by layer, then lm_head) and what else fixes the artifact's size and cost.
 
-    `dtype` is that of dense tensors and scales: float32, float16 or bfloat16.
+    `dtype` is that of dense tensors and scales: float32, float16 or bfloat16. `overrides` are the
+    recipe's patterns in order: a row's note says `override 1` for the first.
     """
 
     rows: tuple[PlanRow, ...]
@@ -55,6 +55,7 @@ class Plan:
     is_tied: bool
     needs_calibration: bool
     kv_cache: str
+    overrides: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     def schemes(self) -> dict[str, Scheme]:
@@ -73,17 +74,20 @@ def make_plan(
     *,
     strict: bool = False,
     source_dtype: str | None = None,
+    is_tied: bool | None = None,
 ) -> Plan:
     """Apply `recipe` to linear modules (name -> [out, in]) of a model with this HF `config`.
 
-    `strict` refuses every group size other than the one asked for. Raises PlanError (modules and
-    the way out named), AlreadyQuantizedError, UnsupportedModelError.
+    `strict` refuses every group size other than the one asked for. `source_dtype` and `is_tied`
+    (lm_head shares the embedding) are read from `config` where not given. Raises PlanError
+    (modules and the way out named), AlreadyQuantizedError, UnsupportedModelError.
     """
     check_not_quantized(config)
     _check_dense_mlp(config, module_shapes)
     check_patterns(recipe, module_shapes, num_layers)
     text = _text_config(config)
-    is_tied = bool(config.get("tie_word_embeddings", _ties_by_default(text)))
+    if is_tied is None:
+        is_tied = bool(config.get("tie_word_embeddings", _ties_by_default(text)))
     rows = tuple(
         _row(name, module_shapes[name], recipe.module_rule(name, num_layers), is_tied)
         for name in sorted(module_shapes, key=_layer_order)
@@ -103,6 +107,7 @@ def make_plan(
         is_tied=is_tied,
         needs_calibration=recipe.needs_calibration,
         kv_cache=recipe.kv_cache,
+        overrides=tuple(rule.match for rule in recipe.overrides),
         warnings=tuple(_warnings(rows, recipe)),
     )
 
@@ -130,12 +135,17 @@ def check_fused(rows: Sequence[PlanRow]) -> None:
     split = [group for group in _fused_groups(by_name) if len({row.scheme for row in group}) > 1]
     if not split:
         return
-    lines = [", ".join(f"{row.module} {row.scheme.label}" for row in group) for group in split]
+    found = join_layers([_group_text(group) for group in split])
     leaves = "|".join(row.module.rpartition(".")[2] for row in split[0])
     raise PlanError(
-        f"{leaves} of a layer run as one matrix and must share a scheme; found "
-        f"{_few(lines, '; ')}. Use one pattern that takes them all: match: 're:.*\\.({leaves})'"
+        f"{leaves} of a layer run as one matrix and must share a scheme; found {_few(found)}. Use "
+        f"one pattern that takes them all: match: 're:.*\\.({leaves})'"
     )
+
+
+def _group_text(group: Sequence[PlanRow]) -> str:
+    leaves = (f"{row.module.rpartition('.')[2]} {row.scheme.label}" for row in group)
+    return f"{group[0].module.rpartition('.')[0]} ({', '.join(leaves)})"
 
 
 def _row(name: str, shape: tuple[int, int], rule: ModuleRule, is_tied: bool) -> PlanRow:
@@ -145,15 +155,14 @@ def _row(name: str, shape: tuple[int, int], rule: ModuleRule, is_tied: bool) -> 
                 "lm_head shares its weight with the embedding, which stays dense; put lm_head "
                 "under `skip:`"
             )
-        return PlanRow(
-            module=name, shape=shape, scheme=DENSE, method="none", note="tied to the embedding"
-        )
+        note = "tied to the embedding"
+        return PlanRow(module=name, shape=shape, scheme=DENSE, method="none", note=note)
     if rule.scheme is None:
         note = "" if rule.reason == "recipe" else rule.reason
         return PlanRow(module=name, shape=shape, scheme=DENSE, method="none", note=note)
     scheme, note = fit_group_size(rule.scheme, shape[1])
-    notes = [] if rule.override is None else [rule.reason]
-    note = "; ".join([*notes, note] if note else notes)
+    reasons = [rule.reason] if rule.override is not None else []
+    note = "; ".join([*reasons, note] if note else reasons)
     return PlanRow(module=name, shape=shape, scheme=scheme, method=rule.method, note=note)
 
 
@@ -163,9 +172,12 @@ def fit_group_size(scheme: Scheme, columns: int) -> tuple[Scheme, str]:
     asked = scheme.weights.group_size
     if asked is None or columns % asked == 0:
         return scheme, ""
-    fitting = next((size for size in GROUP_SIZES if size <= asked and columns % size == 0), None)
-    unit = "one scale per channel" if fitting is None else f"groups of {fitting}"
-    return with_group_size(scheme, fitting), f"{asked} does not divide {columns}: {unit}"
+    tried = [size for size in GROUP_SIZES if size <= asked]
+    fitting = next((size for size in tried if columns % size == 0), None)
+    note = f"{asked} does not divide {columns}"
+    if fitting is None:
+        note = f"no group of {'/'.join(map(str, tried))} divides {columns}"
+    return with_group_size(scheme, fitting), note
 
 
 def _check_strict(rows: Sequence[PlanRow], recipe: Recipe, num_layers: int) -> None:
@@ -174,35 +186,39 @@ def _check_strict(rows: Sequence[PlanRow], recipe: Recipe, num_layers: int) -> N
         asked = recipe.module_rule(row.module, num_layers).scheme
         if asked is not None and not row.scheme.is_dense and asked != row.scheme:
             assert asked.weights is not None
-            misfits.append(
-                f"{row.module} ({row.shape[1]} columns, group {asked.weights.group_size})"
-            )
+            group = asked.weights.group_size
+            misfits.append(f"{row.module} ({row.shape[1]} columns, group {group})")
     if misfits:
         raise PlanError(
             f"--strict: the group size does not divide the columns of {len(misfits)} modules: "
-            f"{_few(misfits, ', ')}. Ask for a smaller group_size (64, 32 or channel), override "
-            "or skip these modules, or leave --strict out to let each take the next that fits"
+            f"{_few(join_layers(misfits))}. Ask for a smaller group_size (64, 32 or channel), "
+            "override or skip these modules, or leave --strict out to let each take the next "
+            "that fits"
         )
 
 
 def _warnings(rows: Sequence[PlanRow], recipe: Recipe) -> Iterator[str]:
-    coarse = [
-        row.module
-        for row in rows
-        if row.scheme.weights and row.scheme.weights.num_bits == 4 and "per channel" in row.note
-    ]
+    coarse = [row.module for row in rows if _is_coarse(row)]
     if coarse:
         yield (
             f"{len(coarse)} modules fall back to 4 bits with one scale per channel, which costs "
-            f"quality ({_few(coarse, ', ')}): consider an override with scheme w8a16 for them"
+            f"quality ({_few(join_layers(coarse))}): consider an override with scheme w8a16"
         )
     if recipe.method != "none" and all(row.scheme.is_dense for row in rows):
         yield "nothing is quantized: every module is skipped"
 
 
+def _is_coarse(row: PlanRow) -> bool:
+    """4 bits with one scale per channel, though groups were asked for."""
+    weights = row.scheme.weights
+    if weights is None or weights.num_bits > 4 or weights.strategy != "channel":
+        return False
+    return "divides" in row.note
+
+
 def _fused_groups(by_name: Mapping[str, PlanRow]) -> Iterator[list[PlanRow]]:
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in by_name):
-        for leaves in FUSED:
+        for leaves in FUSED_SHARDS.values():
             names = [f"{parent}.{leaf}" for leaf in leaves]
             group = [by_name[name] for name in names if name in by_name]
             if len(group) > 1:
@@ -245,6 +261,29 @@ def _suggest(pattern: str, modules: Mapping[str, Any]) -> str:
     general = list(dict.fromkeys(general_name(name) for name in modules))
     close = difflib.get_close_matches(pattern, general, n=3, cutoff=0.3) or general[:_SHOWN]
     return f"; nearest names: {', '.join(close)}"
+
+
+def layer_ranges(layers: Iterable[int]) -> str:
+    """`0-3, 7`: numbers ascending with runs joined."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def join_layers(names: Iterable[str]) -> list[str]:
+    """Names that differ in their layer alone as one: `model.layers.0-29.mlp.down_proj`."""
+    layers: dict[str, list[int]] = {}
+    for name in names:
+        layer = layer_index(name)
+        layers.setdefault(general_name(name), []).extend([] if layer is None else [layer])
+    return [
+        name.replace("layers.*.", f"layers.{layer_ranges(found)}.", 1)
+        for name, found in layers.items()
+    ]
 
 
 def general_name(module: str) -> str:
@@ -291,7 +330,7 @@ def _describe(section: Any) -> str:
     return ", ".join(f"{key} {section[key]}" for key in keys if section.get(key) is not None)
 
 
-def _few(items: Sequence[str], separator: str) -> str:
-    shown = separator.join(items[:_SHOWN])
+def _few(items: Sequence[str]) -> str:
+    shown = ", ".join(items[:_SHOWN])
     rest = len(items) - _SHOWN
     return shown if rest <= 0 else f"{shown} and {rest} more"

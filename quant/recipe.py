@@ -254,7 +254,7 @@ def _resolve(recipe: Recipe, index: int | None) -> ModuleRule:
     rule = None if index is None else recipe.overrides[index]
     named = rule if rule and (rule.scheme or rule.weights) else recipe
     scheme = _base_scheme(named)
-    reason = f"override: {rule.match}" if rule else "recipe"
+    reason = "recipe" if index is None else f"override {index + 1}"
     if scheme.is_dense:
         return ModuleRule(scheme=None, method="none", reason=reason, override=index)
     if scheme.layout == "pack-quantized":
