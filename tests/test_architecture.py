@@ -57,9 +57,9 @@ LAWS = [
 
 # Imports of one outside library that only one place may make.
 ONLY_IN = {
-    "transformers": ("quant.source", "quant.gguf_source", "quant.capture", "quant.pipeline",
-                     "quant.calibration", "runtime.text", "eval.targets"),
-    "gguf": ("quant.gguf_source", "quant.source", "eval.targets"),
+    "transformers": ("quant.source", "quant.gguf_source", "quant.modelling", "runtime.text",
+                     "eval.targets.reference"),
+    "gguf": ("quant.gguf_source", "eval.targets.reference"),
     "fastapi": ("runtime.server",),
     "lm_eval": ("eval.metrics.tasks",),
 }  # fmt: skip
