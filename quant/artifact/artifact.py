@@ -26,7 +26,7 @@ from quant.artifact.integrity import (
 )
 from quant.artifact.jsonio import parse_object
 from quant.artifact.layout import QuantizedWeight, from_tensors, tensor_names
-from quant.artifact.manifest import MANIFEST_NAME, Manifest, read_manifest
+from quant.artifact.manifest import MANIFEST_NAME, Manifest, ModuleRecord, read_manifest
 from quant.artifact.scheme import Scheme
 from quant.artifact.stamp import Stamp, read_stamp
 from quant.artifact.store import CheckpointReader
@@ -89,7 +89,7 @@ class Artifact:
         stamp = read_stamp(self.path)
         return stamp if stamp is not None and stamp.artifact_digest == self.digest else None
 
-    def _record(self, module: str) -> Any:
+    def _record(self, module: str) -> ModuleRecord:
         if module not in self.manifest.modules:
             raise IntegrityError(f"{self.path} has no module {module}")
         return self.manifest.modules[module]

@@ -39,8 +39,9 @@ class WrittenShard:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write `data` to `path` durably, replacing what was there; StorageError on failure."""
-    with _storage_errors(path, len(data)), _staged(path) as staged, staged.open("wb") as file:
+    with storage_errors(path, len(data)), _staged(path) as staged, staged.open("wb") as file:
         file.write(data)
+        file.flush()
         _sync(file.fileno())
 
 
@@ -56,7 +57,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenShard
     _check_free(path, size)
     whole = hashlib.sha256(header)
     written: dict[str, tuple[str, tuple[int, ...], str]] = {}
-    with _storage_errors(path, size), _staged(path) as staged, staged.open("wb") as file:
+    with storage_errors(path, size), _staged(path) as staged, staged.open("wb") as file:
         file.write(header)
         for name in ordered:
             own = hashlib.sha256()
@@ -91,21 +92,28 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if not flat.numel():
         return
-    raw = memoryview(flat.view(torch.uint8).numpy())
+    raw = flat.view(torch.uint8).numpy().data
     for start in range(0, len(raw), _CHUNK_BYTES):
         yield raw[start : start + _CHUNK_BYTES]
 
 
+def remove_unfinished(directory: Path) -> None:
+    """Remove temporary files that a killed writer left in `directory` and below."""
+    with storage_errors(directory):
+        for path in directory.rglob(".*.tmp"):
+            path.unlink()
+
+
 def remove_tree(path: Path) -> None:
     """Remove a directory tree if it is there; StorageError when the disk refuses."""
-    with _storage_errors(path, 0):
+    with storage_errors(path):
         if path.is_dir():
             shutil.rmtree(path)
 
 
 def make_directory(path: Path) -> None:
     """Create `path` and its parents; StorageError when the disk refuses."""
-    with _storage_errors(path, 0):
+    with storage_errors(path):
         path.mkdir(parents=True, exist_ok=True)
 
 
@@ -124,7 +132,7 @@ def move_into_place(staged: Path, out: Path, aside: Path) -> None:
     Where the system cannot exchange two directories in one step there is a moment in which `out`
     is absent; both versions are on disk all the same.
     """
-    with _storage_errors(out, 0):
+    with storage_errors(out):
         if not out.exists():
             staged.rename(out)
         elif _exchange(staged, out):
@@ -181,7 +189,8 @@ def _disk_full(path: Path, needed: int, free: int) -> StorageError:
 
 
 @contextmanager
-def _storage_errors(path: Path, needed: int) -> Iterator[None]:
+def storage_errors(path: Path, needed: int = 0) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names `path` and, on a full disk, the sizes."""
     try:
         yield
     except OSError as error:

@@ -196,5 +196,3 @@ def sha256_of(path: Path, start: int = 0, stop: int | None = None) -> str:
             digest.update(chunk)
             left -= len(chunk)
     return digest.hexdigest()
-
-

@@ -107,7 +107,7 @@ def min_max_qparams(
     scale does not fit `scale_dtype`.
     """
     groups = num_groups(scheme, weight_f32.shape[1])
-    grouped = weight_f32.float().unflatten(1, (groups, -1))
+    grouped = _grouped(weight_f32.float(), groups)
     low = grouped.amin(-1).clamp(max=0)
     high = grouped.amax(-1).clamp(min=0)
     if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
@@ -129,7 +129,7 @@ def quantize(
     """
     weights = _weights(scheme)
     check_qparams(weights, (weight_f32.shape[0], weight_f32.shape[1]), scale, zero_point)
-    scaled = weight_f32.float().unflatten(1, (scale.shape[1], -1)) / scale.float().unsqueeze(-1)
+    scaled = _grouped(weight_f32.float(), scale.shape[1]) / scale.float().unsqueeze(-1)
     if zero_point is not None:
         scaled = scaled + zero_point.float().unsqueeze(-1)
     codes = _round_to_codes(scaled, weights).flatten(1)
@@ -145,10 +145,15 @@ def _round_to_codes(scaled: Tensor, weights: WeightScheme | ActivationScheme) ->
 
 def dequantize(qw: QuantizedWeight) -> Tensor:
     """The weight [out, in] the codes stand for: (codes - zero_point) * scale, in scale's dtype."""
-    values = qw.codes.to(qw.scale.dtype).unflatten(1, (qw.scale.shape[1], -1))
+    values = _grouped(qw.codes.to(qw.scale.dtype), qw.scale.shape[1])
     if qw.zero_point is not None:
         values = values - qw.zero_point.to(qw.scale.dtype).unsqueeze(-1)
-    return (values * qw.scale.unsqueeze(-1)).flatten(1)
+    return torch.flatten(values * qw.scale.unsqueeze(-1), 1)
+
+
+def _grouped(matrix: Tensor, groups: int) -> Tensor:
+    """[out, in] as [out, G, in / G]."""
+    return matrix.reshape(matrix.shape[0], groups, -1)
 
 
 def quantize_activations(x: Tensor, act: ActivationScheme) -> tuple[Tensor, Tensor]:
@@ -180,7 +185,8 @@ def pack(codes: Tensor, num_bits: int) -> Tensor:
 
     Each code is stored as code + 2^(b-1); unused bits of the last word are zero.
     """
-    assert num_bits in (4, 8) and codes.dtype == torch.int8 and sys.byteorder == "little"
+    assert num_bits in (4, 8) and codes.dtype == torch.int8
+    assert sys.byteorder == "little"
     unsigned = (codes + (1 << (num_bits - 1))).view(torch.uint8)  # int8 wraps, as 8 bits need
     per_word = 32 // num_bits
     unsigned = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % per_word))
@@ -191,7 +197,8 @@ def pack(codes: Tensor, num_bits: int) -> Tensor:
 
 def unpack(packed: Tensor, num_bits: int, width: int) -> Tensor:
     """The inverse of `pack`: int32 words [rows, words] -> int8 codes [rows, width]."""
-    assert num_bits in (4, 8) and packed.dtype == torch.int32 and sys.byteorder == "little"
+    assert num_bits in (4, 8) and packed.dtype == torch.int32
+    assert sys.byteorder == "little"
     unsigned = packed.contiguous().view(torch.uint8)
     if num_bits == 4:
         unsigned = torch.stack((unsigned & 0xF, unsigned >> 4), dim=-1).flatten(1)

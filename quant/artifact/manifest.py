@@ -69,8 +69,10 @@ class SchemeRecord(_Record):
         w, a = scheme.weights, scheme.activations
         return cls(
             layout=scheme.layout,
-            weights=w and WeightRecord.model_validate(w, from_attributes=True),
-            activations=a and ActivationRecord.model_validate(a, from_attributes=True),
+            weights=None if w is None else WeightRecord.model_validate(w, from_attributes=True),
+            activations=None
+            if a is None
+            else ActivationRecord.model_validate(a, from_attributes=True),
         )
 
     def scheme(self) -> Scheme:
@@ -78,8 +80,8 @@ class SchemeRecord(_Record):
         w, a = self.weights, self.activations
         return Scheme(
             layout=self.layout,
-            weights=w and WeightScheme(**w.model_dump()),
-            activations=a and ActivationScheme(**a.model_dump()),
+            weights=None if w is None else WeightScheme(**w.model_dump()),
+            activations=None if a is None else ActivationScheme(**a.model_dump()),
         )
 
 

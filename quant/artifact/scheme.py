@@ -21,7 +21,7 @@ class WeightScheme:
     """Codes of a weight [out, in]: `num_bits` ints or fp8 (e4m3), one scale per strategy unit.
 
     group: along `in`, `group_size` columns share a scale; channel: a whole output row does.
-    Integer codes are signed, -2^(b-1) .. 2^(b-1)-1; asymmetric ones have a zero point in that range.
+    Integer codes are signed, -2^(b-1) .. 2^(b-1)-1; so are the zero points of asymmetric ones.
     """
 
     num_bits: int
@@ -82,7 +82,7 @@ class Scheme:
         if self.weights is None:
             return "dense"
         w, a = self.weights, self.activations
-        head = ("fp8" if w.kind == "float" else f"w{w.num_bits}a{a.num_bits if a else 16}")
+        head = "fp8" if w.kind == "float" else f"w{w.num_bits}a{a.num_bits if a else 16}"
         unit = f"g{w.group_size}" if w.group_size else "channel"
         return f"{head}-{unit}" + ("" if w.symmetric else "-asym")
 
@@ -92,8 +92,12 @@ def check_layout(layout: Layout, w: WeightScheme, a: ActivationScheme | None) ->
     if layout == "pack-quantized" and (w.kind != "int" or a is not None):
         raise SchemeError("pack-quantized holds integer weights with 16-bit activations")
     if layout == "int-quantized" and (
-        w.kind != "int" or w.num_bits != 8 or not w.symmetric or w.strategy != "channel"
-        or a is None or a.kind != "int"
+        w.kind != "int"
+        or w.num_bits != 8
+        or not w.symmetric
+        or w.strategy != "channel"
+        or a is None
+        or a.kind != "int"
     ):
         raise SchemeError("int-quantized is W8A8: symmetric per-channel int8, dynamic int8 inputs")
     if layout == "float-quantized" and (

@@ -14,7 +14,10 @@ from quant.artifact.store import DTYPES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeSummary:
-    """All modules of one scheme. Bytes include scales and zero points; a tied head counts its embedding."""
+    """All modules of one scheme; bytes include scales and zero points.
+
+    A tied head counts the embedding it is tied to.
+    """
 
     label: str
     num_modules: int

@@ -15,6 +15,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
@@ -28,6 +29,8 @@ from quant.artifact.durable import (
     make_directory,
     move_into_place,
     remove_tree,
+    remove_unfinished,
+    storage_errors,
     write_file,
     write_safetensors,
 )
@@ -41,7 +44,7 @@ from quant.artifact.manifest import (
     TensorRecord,
     is_outside_digest,
 )
-from quant.artifact.store import INDEX_NAME
+from quant.artifact.store import DTYPES, INDEX_NAME
 
 _WRITTEN_BY_SEAL = (CONFIG_NAME, INDEX_NAME, MANIFEST_NAME)
 
@@ -138,7 +141,7 @@ class ArtifactWriter:
         config = self._config(manifest, config)
         tensors = self._tensors(shards)
         self._write_json(CONFIG_NAME, config)
-        self._write_json(INDEX_NAME, _index(shards, tensors))
+        self._write_json(INDEX_NAME, _index(tensors))
         sealed = manifest.model_copy(
             update={"tensors": tensors, "files": self._file_records(shards)}
         )
@@ -185,6 +188,7 @@ class ArtifactWriter:
             self._clear()
             write_file(job_path, wanted)
         make_directory(self._files)
+        remove_unfinished(self._files)
 
     def _clear_finished(self) -> None:
         """Drop the leftovers of a job that was killed after its artifact had been moved to out."""
@@ -194,11 +198,12 @@ class ArtifactWriter:
             self._clear()
 
     def _clear(self) -> None:
-        for path in self._staging.iterdir():
-            if path.is_dir():
-                remove_tree(path)
-            elif path.name != "lock":
-                path.unlink()
+        with storage_errors(self._staging):
+            for path in self._staging.iterdir():
+                if path.is_dir():
+                    remove_tree(path)
+                elif path.name != "lock":
+                    path.unlink()
 
     def _remove_staging(self) -> None:
         remove_tree(self._staging)
@@ -245,9 +250,9 @@ class ArtifactWriter:
         write_file(self._files / name, canonical_json(data))
 
 
-def _index(shards: list[WrittenShard], tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
+def _index(tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
     """model.safetensors.index.json; total_size is of the tensors, as transformers counts it."""
-    total = sum(shard.size for shard in shards)
+    total = sum(DTYPES[t.dtype].itemsize * prod(t.shape) for t in tensors.values())
     return {
         "metadata": {"total_size": total},
         "weight_map": {name: record.file for name, record in tensors.items()},
@@ -286,7 +291,8 @@ def _check_apart(out: Path, source: Path) -> None:
 def _lock(path: Path, out: Path) -> int:
     """Take the lock file; it falls to the next writer as soon as its holder is gone."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        with storage_errors(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
