@@ -1,6 +1,6 @@
 """What the operator said (EngineConfig) and what will run (ResolvedConfig); stdlib only.
 
-Neither object is ever changed: `runtime.engine.engine.resolve` reads the first, looks at the
+Neither object is ever changed: `runtime.engine.resolve.resolve` reads the first, looks at the
 artifact and the machine, and makes the second, with a reason for each value.
 """
 
@@ -63,7 +63,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """What will run. `reasons` maps a field's name to one short sentence on why it has its value."""
+    """What will run. `reasons` maps a field's name to a short sentence on why it is so."""
 
     device: str
     dtype: str

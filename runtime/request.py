@@ -90,8 +90,8 @@ class TokenLogprobs:
 
     They are of the model's own distribution: before penalties, bias, masks, temperature and filters
     (vLLM's `raw_logprobs`). `rank` counts from 1. `top_ids`/`top_values` are the most likely tokens
-    in falling order (ties: lowest id first) and need not hold the chosen one. All values are finite:
-    anything lower is floored at -9999.0.
+    in falling order (ties: lowest id first) and need not hold the chosen one. All values are
+    finite: anything lower is floored at -9999.0.
     """
 
     token_id: int
@@ -107,10 +107,10 @@ class StepOutput:
 
     Row i says: sequence `request_ids[i]` got `token_ids[i]` and, if `finish_reasons[i]` is set,
     ended with it. A request has at most one row a step until drafts exist, then several in order.
-    A row whose token is -1 carries no token (an abort or an error only). `logprobs[i]` is None
+    A row whose token is -1 carries no token (an error, or max_tokens 0). `logprobs[i]` is None
     unless asked for. `prompt_logprobs` comes once per request, before or with its first token: one
-    entry per prompt token, the first None. `cached_tokens` (prompt tokens found in the prefix cache)
-    comes with a request's first row. `errors` explains rows that ended with `error`.
+    entry per prompt token, the first None. `cached_tokens` (prompt tokens found in the prefix
+    cache) comes with a request's first row. `errors` explains rows that ended with `error`.
     """
 
     request_ids: list[str] = field(default_factory=list)
@@ -123,8 +123,30 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """All that a request gave. The stop id that ended it, if any, is the last of `token_ids`.
+
+    `logprobs` is None unless asked for, else one entry per token; `prompt_logprobs` likewise with
+    one entry per prompt token, the first None. `error` explains a finish_reason of `error`.
+    """
+
+    id: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since start (`*_total`) and gauges of this moment; what /metrics is made from."""
+    """Counters since start (`*_total`) and gauges of this moment; what /metrics is made from.
+
+    `num_used_blocks` are owned by live requests; cached blocks nobody owns count as free. The
+    prefix counters count tokens of admitted prompts. `prompt_tokens_total` counts prompts when they
+    were computed to the end, whatever part of them came from the cache.
+    """
 
     num_running: int
     num_waiting: int

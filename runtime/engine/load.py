@@ -1,0 +1,134 @@
+"""From an artifact on disk to something an engine can run: verify, resolve, load, size, probe.
+
+Nothing is served that was not checked: bytes by the artifact's digests, arithmetic by the probe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quant.artifact.artifact import Artifact, open_artifact
+from quant.artifact.errors import ArtifactError
+from quant.artifact.probe import ProbeRecord, compare, expected_entries
+from runtime.config import EngineConfig, ResolvedConfig
+from runtime.engine.batch import Piece
+from runtime.engine.end_of_text import end_of_text_ids
+from runtime.engine.memory import available_host_bytes, cuda_pool
+from runtime.engine.model_runner import ModelRunner
+from runtime.engine.resolve import (
+    ModelFacts,
+    Numerics,
+    PoolFacts,
+    cpu_pool,
+    resolve,
+    resolve_numerics,
+)
+from runtime.model.decoder import Decoder
+from runtime.model.kv_cache import KVCache
+from runtime.model.loader import load_decoder
+from runtime.model.spec import ModelSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ProbeError(ArtifactError):
+    """The loaded model computes something else than the artifact's probe expects."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The parts of an engine."""
+
+    decoder: Decoder
+    kv: KVCache
+    resolved: ResolvedConfig
+    artifact: Artifact
+
+
+def load(path: Path, config: EngineConfig) -> Loaded:
+    """Raises ArtifactError (ProbeError included), UnsupportedModelError or ConfigError."""
+    artifact = open_artifact(path, verify=config.verify)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    numerics = resolve_numerics(
+        config,
+        artifact_dtype=artifact.manifest.dtype,
+        has_fp8_kv=artifact.manifest.kv_cache is not None,
+        has_cuda=torch.cuda.is_available(),
+    )
+    decoder = load_decoder(
+        artifact, device=torch.device(numerics.device), dtype=DTYPES[numerics.dtype]
+    )
+    pool = _pool_facts(decoder, artifact, numerics, config)
+    resolved = resolve(
+        config, numerics, _model_facts(artifact, decoder.spec, numerics, config), pool
+    )
+    if config.probe and artifact.manifest.probe is not None:
+        check_probe(decoder, artifact, artifact.manifest.probe, numerics, config.block_size)
+    kv = make_cache(decoder, artifact, numerics, resolved.num_blocks, config.block_size)
+    return Loaded(decoder=decoder, kv=kv, resolved=resolved, artifact=artifact)
+
+
+def make_cache(
+    decoder: Decoder, artifact: Artifact, numerics: Numerics, num_blocks: int, block_size: int
+) -> KVCache:
+    """An empty pool; fp8 with the artifact's scales, 1.0 where it has none."""
+    scales = [artifact.kv_scales(i) or (1.0, 1.0) for i in range(decoder.spec.num_layers)]
+    return KVCache(
+        decoder.spec, num_blocks, block_size, numerics.kv_cache_dtype, decoder.device, scales
+    )
+
+
+def check_probe(
+    decoder: Decoder, artifact: Artifact, probe: ProbeRecord, numerics: Numerics, block_size: int
+) -> None:
+    """Raise ProbeError unless the decoder reproduces the probe. Uses a scratch cache of its own."""
+    pieces: list[Piece] = []
+    num_blocks = 0
+    for prompt in probe.prompts:
+        num_tokens = len(prompt.token_ids)
+        needed = -(-num_tokens // block_size)
+        blocks = range(num_blocks, num_blocks + needed)
+        num_blocks += needed
+        pieces.append(
+            Piece(tokens=prompt.token_ids, start=0, block_ids=blocks, wanted=[num_tokens - 1])
+        )
+    kv = make_cache(decoder, artifact, numerics, num_blocks, block_size)
+    runner = ModelRunner(decoder, kv, block_size)
+    logits_PV = runner.logits(runner.forward(pieces))
+    result = compare(
+        probe, expected_entries(probe, logits_PV), is_float32=numerics.dtype == "float32"
+    )
+    if not result.passed:
+        raise ProbeError(
+            f"{artifact.path.name} does not compute what it was sealed with (device "
+            f"{numerics.device}, {numerics.dtype}, KV in {numerics.kv_cache_dtype}): {result}; run "
+            "`quantize verify` on it; with dtype float32, bad weights differ and a bad kernel may not"
+        )
+
+
+def _model_facts(
+    artifact: Artifact, spec: ModelSpec, numerics: Numerics, config: EngineConfig
+) -> ModelFacts:
+    return ModelFacts(
+        max_positions=spec.max_positions,
+        vocab=spec.vocab,
+        end_of_text=end_of_text_ids(artifact.path, artifact.config, spec.vocab),
+        block_bytes=KVCache.bytes_per_block(spec, config.block_size, numerics.kv_cache_dtype),
+        digest=artifact.digest,
+    )
+
+
+def _pool_facts(
+    decoder: Decoder, artifact: Artifact, numerics: Numerics, config: EngineConfig
+) -> PoolFacts:
+    if decoder.device.type == "cpu":
+        return cpu_pool(available_host_bytes())
+    num_tokens = min(config.max_num_batched_tokens, decoder.spec.max_positions)
+    num_blocks = -(-num_tokens // config.block_size)
+    kv = make_cache(decoder, artifact, numerics, num_blocks, config.block_size)
+    runner = ModelRunner(decoder, kv, config.block_size)
+    return cuda_pool(runner, num_tokens, config.max_num_seqs, config.gpu_memory_utilization)

@@ -1,0 +1,174 @@
+"""Runs schedules on the decoder: builds inputs, computes only the logits that are needed, draws.
+
+Owns the Decoder and its KVCache; knows neither queues nor limits. Faults of single rows
+(non-finite logits) are reported per row; the others of the step are not touched.
+
+Shape legend: T tokens in the step, R rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from runtime.engine.batch import Piece, Rows, build_inputs, plan_rows
+from runtime.engine.logprobs import token_logprobs
+from runtime.engine.sampler import SamplingRow, sample
+from runtime.engine.scheduler import Schedule
+from runtime.engine.sequence import Sequence
+from runtime.model.step import StepInputs
+from runtime.request import TokenLogprobs
+
+LOGIT_BYTES = 64 * 2**20  # of one slice of prompt logits, float32
+
+
+class VocabSpec(Protocol):
+    """The part of ModelSpec that the runner reads."""
+
+    @property
+    def vocab(self) -> int: ...
+
+
+class DecoderLike(Protocol):
+    """What the runner needs of `runtime.model.decoder.Decoder`; tests script their own.
+
+    The KV cache is the decoder's affair: the engine only passes it on.
+    """
+
+    @property
+    def spec(self) -> VocabSpec: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, step: StepInputs, kv: Any) -> torch.Tensor: ...
+
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one forward pass gave. A sequence is in `tokens` or in `errors`, not in both.
+
+    tokens: the token drawn for each sequence that drew one; logprobs for those that asked.
+    prompt_logprobs: entries that follow those a sequence has already.
+    errors: why a sequence cannot go on.
+    """
+
+    tokens: dict[Sequence, int] = field(default_factory=dict)
+    logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[Sequence, list[TokenLogprobs | None]] = field(default_factory=dict)
+    errors: dict[Sequence, str] = field(default_factory=dict)
+
+
+class ModelRunner:
+    """`execute` for schedules; `forward` for those with pieces of their own (scoring, probe)."""
+
+    def __init__(self, decoder: DecoderLike, kv: Any, block_size: int) -> None:
+        self.decoder = decoder
+        self.block_size = block_size
+        self._kv = kv
+
+    @property
+    def rows_per_slice(self) -> int:
+        """Rows of logits computed at once where a whole prompt's are wanted."""
+        return max(1, LOGIT_BYTES // (4 * self.decoder.spec.vocab))
+
+    @torch.inference_mode()
+    def forward(self, pieces: Seq[Piece]) -> torch.Tensor:
+        """Hidden states [R, hidden] of the wanted rows; the pieces' KV is written."""
+        return self.decoder.forward(
+            build_inputs(pieces, self.block_size, self.decoder.device), self._kv
+        )
+
+    @torch.inference_mode()
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """[R, vocab] float32."""
+        return self.decoder.logits(hidden_RH)
+
+    @torch.inference_mode()
+    def execute(self, schedule: Schedule) -> StepResult:
+        pieces, rows = plan_rows(schedule.spans.items())
+        hidden_RH = self.forward(pieces)
+        result = StepResult()
+        self._score_prompts(hidden_RH, rows, result)
+        self._draw(hidden_RH, rows, result)
+        return result
+
+    def _score_prompts(self, hidden_RH: torch.Tensor, rows: Rows, result: StepResult) -> None:
+        for sequence, span, targets in rows.scoring:
+            entries: list[TokenLogprobs | None] = [] if sequence.prompt_logprobs else [None]
+            num_top = sequence.request.sampling.prompt_logprobs or 0
+            for start in range(0, len(span), self.rows_per_slice):
+                part = span[start : start + self.rows_per_slice]
+                logits_RV = self.decoder.logits(hidden_RH[part.start : part.stop])
+                if not bool(are_finite(logits_RV).all()):
+                    result.errors[sequence] = NOT_FINITE
+                    break
+                wanted = targets[start : start + len(part)]
+                entries += token_logprobs(logits_RV, wanted, [num_top] * len(part))
+            result.prompt_logprobs[sequence] = entries
+
+    def _draw(self, hidden_RH: torch.Tensor, rows: Rows, result: StepResult) -> None:
+        if not rows.sampling:
+            return
+        index = torch.tensor([row for _, row in rows.sampling], device=hidden_RH.device)
+        logits_RV = self.decoder.logits(hidden_RH[index])
+        sequences = [sequence for sequence, _ in rows.sampling]
+        good = self._sort_out_faults(logits_RV, sequences, result)
+        if len(good) < len(sequences):
+            logits_RV, sequences = logits_RV[good], [sequences[row] for row in good]
+        if not sequences:
+            return
+        ids = sample(logits_RV, [sampling_row(sequence) for sequence in sequences]).tolist()
+        result.tokens.update(zip(sequences, ids, strict=True))
+        self._report(logits_RV, sequences, ids, result)
+
+    def _sort_out_faults(
+        self, logits_RV: torch.Tensor, sequences: Seq[Sequence], result: StepResult
+    ) -> list[int]:
+        finite = are_finite(logits_RV).tolist()
+        for sequence, ok in zip(sequences, finite, strict=True):
+            if not ok:
+                result.errors[sequence] = NOT_FINITE
+        return [row for row, s in enumerate(sequences) if s not in result.errors]
+
+    def _report(
+        self, logits_RV: torch.Tensor, sequences: Seq[Sequence], ids: Seq[int], result: StepResult
+    ) -> None:
+        asked = [r for r, s in enumerate(sequences) if s.request.sampling.logprobs is not None]
+        if not asked:
+            return
+        num_top = [sequences[row].request.sampling.logprobs or 0 for row in asked]
+        entries = token_logprobs(logits_RV[asked], [ids[row] for row in asked], num_top)
+        result.logprobs.update(zip((sequences[row] for row in asked), entries, strict=True))
+
+
+NOT_FINITE = (
+    "the model produced NaN or infinite logits for this request; its weights, scales or compute "
+    "type are at fault, not the sampling settings"
+)
+
+
+def are_finite(logits_RV: torch.Tensor) -> torch.Tensor:
+    """[R] bool: every logit of the row is finite (both extremes propagate NaN)."""
+    low_R, high_R = torch.aminmax(logits_RV, dim=-1)
+    return low_R.isfinite() & high_R.isfinite()
+
+
+def sampling_row(sequence: Sequence) -> SamplingRow:
+    """What the sampler has to know of a sequence in this step."""
+    params = sequence.request.sampling
+    is_early = sequence.num_generated < params.min_tokens
+    uses_prompt = params.repetition_penalty != 1.0
+    return SamplingRow(
+        params=params,
+        seed=sequence.seed,
+        num_generated=sequence.num_generated,
+        prompt_ids=sequence.request.prompt if uses_prompt else (),
+        output_counts=sequence.output_counts,
+        masked_ids=tuple(sequence.stop_ids) if is_early else (),
+    )

@@ -1,0 +1,187 @@
+"""Scoring given tokens: log-likelihoods, and divergence from a reference, chunk by chunk.
+
+Full logits exist for one slice of rows at a time and are reduced at once. KV goes to scratch blocks
+that are neither taken from the prefix cache nor published to it.
+
+Shape legend: R rows of one slice, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from runtime.config import ResolvedConfig
+from runtime.engine.batch import Piece
+from runtime.engine.block_manager import BlockManager
+from runtime.engine.logprobs import FLOOR
+from runtime.engine.model_runner import ModelRunner
+from runtime.engine.validation import Bounds, check_ids
+from runtime.request import RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoreItem:
+    """Tokens to score. `reference` [n - 1, vocab] holds a reference model's log-probs: row i for
+    the token at position i + 1; any floating dtype, -inf allowed."""
+
+    token_ids: tuple[int, ...]
+    reference: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Per predicted token (positions 1 .. n - 1), natural logarithms.
+
+    nll: of the given token. kl: KL(reference || engine), None without a reference. top1: the
+    engine's most likely id (lowest of equals); top1_agree: it is the reference's, too. Values are
+    NaN where the engine's logits are.
+    """
+
+    nll: list[float]
+    kl: list[float] | None
+    top1_agree: list[bool] | None
+    top1: list[int]
+
+
+@dataclass(slots=True)
+class _Job:
+    """One item under way; `num_done` of its tokens have been computed."""
+
+    item: ScoreItem
+    blocks: list[int] = field(default_factory=list)
+    num_done: int = 0
+    nll: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    agree: list[bool] = field(default_factory=list)
+    top1: list[int] = field(default_factory=list)
+
+    @property
+    def num_inputs(self) -> int:
+        """The last token is only predicted, never computed."""
+        return len(self.item.token_ids) - 1
+
+    def score(self) -> Score:
+        has_reference = self.item.reference is not None
+        return Score(
+            nll=self.nll,
+            kl=self.kl if has_reference else None,
+            top1_agree=self.agree if has_reference else None,
+            top1=self.top1,
+        )
+
+
+def score_items(
+    items: Seq[ScoreItem],
+    runner: ModelRunner,
+    blocks: BlockManager,
+    bounds: Bounds,
+    resolved: ResolvedConfig,
+) -> list[Score]:
+    """One Score per item, in order. RequestError names the item that cannot be scored."""
+    for index, item in enumerate(items):
+        _check(index, item, bounds)
+    jobs = [_Job(item) for item in items]
+    waiting, active = deque(jobs), list[_Job]()
+    try:
+        while waiting or active:
+            _start(waiting, active, blocks, resolved.max_num_seqs)
+            _advance(active, runner, resolved.max_num_batched_tokens)
+            _retire(active, blocks)
+    finally:
+        for job in active:
+            blocks.release(job.blocks)
+    return [job.score() for job in jobs]
+
+
+def _check(index: int, item: ScoreItem, bounds: Bounds) -> None:
+    name, num_tokens = f"item {index}", len(item.token_ids)
+    if num_tokens < 2:
+        raise RequestError(f"{name} has {num_tokens} tokens; scoring needs at least 2")
+    if num_tokens > min(bounds.max_model_len, bounds.num_pool_tokens + 1):
+        raise RequestError(
+            f"{name} has {num_tokens} tokens; the context holds {bounds.max_model_len} and the KV "
+            f"pool {bounds.num_pool_tokens}; score it in windows"
+        )
+    check_ids(name, item.token_ids, bounds.vocab)
+    expected = (num_tokens - 1, bounds.vocab)
+    if item.reference is not None and tuple(item.reference.shape) != expected:
+        raise RequestError(
+            f"{name} has a reference of shape {tuple(item.reference.shape)}; expected {expected}"
+        )
+
+
+def _start(waiting: deque[_Job], active: list[_Job], blocks: BlockManager, limit: int) -> None:
+    while waiting and len(active) < limit:
+        found = blocks.acquire((), blocks.blocks_for(waiting[0].num_inputs))
+        if found is None:
+            break
+        waiting[0].blocks = found
+        active.append(waiting.popleft())
+    assert active, "an idle pool holds any item that passed the check"
+
+
+def _retire(active: list[_Job], blocks: BlockManager) -> None:
+    for job in [job for job in active if job.num_done == job.num_inputs]:
+        blocks.release(job.blocks)
+        active.remove(job)
+
+
+def _advance(active: list[_Job], runner: ModelRunner, budget: int) -> None:
+    """One forward pass over the next chunks, then its rows, slice by slice."""
+    chunks: list[tuple[_Job, int, int]] = []
+    for job in active:
+        num_tokens = min(job.num_inputs - job.num_done, budget)
+        if num_tokens:
+            chunks.append((job, job.num_done, job.num_done + num_tokens))
+            budget -= num_tokens
+    hidden_RH = runner.forward([_piece(*chunk) for chunk in chunks])
+    for job, start, end, rows in _slices(chunks, runner.rows_per_slice):
+        _reduce(job, start, end, runner.logits(hidden_RH[rows]))
+    for job, _, end in chunks:
+        job.num_done = end
+
+
+def _piece(job: _Job, start: int, end: int) -> Piece:
+    return Piece(
+        tokens=job.item.token_ids[start:end],
+        start=start,
+        block_ids=job.blocks,
+        wanted=range(end - start),
+    )
+
+
+def _slices(
+    chunks: Seq[tuple[_Job, int, int]], num_rows: int
+) -> Iterator[tuple[_Job, int, int, slice]]:
+    first = 0
+    for job, start, end in chunks:
+        for low in range(start, end, num_rows):
+            high = min(low + num_rows, end)
+            yield job, low, high, slice(first + low - start, first + high - start)
+        first += end - start
+
+
+@torch.inference_mode()
+def _reduce(job: _Job, start: int, end: int, logits_RV: torch.Tensor) -> None:
+    values_RV = logits_RV.float().log_softmax(-1)
+    targets = torch.tensor(job.item.token_ids[start + 1 : end + 1], device=logits_RV.device)
+    top1_R = logits_RV.argmax(-1)
+    job.nll += (-values_RV.gather(1, targets.unsqueeze(1)).squeeze(1)).tolist()
+    job.top1 += top1_R.tolist()
+    if job.item.reference is None:
+        return
+    reference_RV = job.item.reference[start:end].to(values_RV.device, torch.float32)
+    reference_RV = reference_RV.clamp(min=FLOOR)  # -inf has weight 0, not NaN
+    job.agree += (reference_RV.argmax(-1) == top1_R).tolist()
+    job.kl += divergence(reference_RV, values_RV).tolist()
+
+
+def divergence(reference_RV: torch.Tensor, values_RV: torch.Tensor) -> torch.Tensor:
+    """[R] KL(reference || values) of log-probabilities, terms in float32, summed in float64."""
+    terms_RV = reference_RV.exp() * (reference_RV - values_RV)
+    return terms_RV.sum(-1, dtype=torch.float64)
