@@ -33,10 +33,21 @@ class Source(ABC):
 
     path: Path
     kind: Literal["hf", "gguf"]
-    revision: str | None
+    hub_id: str | None = None
+    revision: str | None = None
     config: dict[str, Any]  # config.json's content
     dtype: torch.dtype  # what the weights are stored as; GGUF counts as float32
     names: tuple[str, ...]  # every tensor of the checkpoint, checkpoint names
+
+    @property
+    def name(self) -> str:
+        """What finds the model again: the hub id, or the absolute path."""
+        return self.hub_id or str(self.path.resolve())
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of all weights as they are stored."""
 
     @property
     @abstractmethod

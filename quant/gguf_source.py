@@ -99,7 +99,6 @@ class GGUFSource(Source):
 
     kind = "gguf"
     dtype = torch.float32
-    revision = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -163,6 +162,10 @@ class GGUFSource(Source):
     @cached_property
     def digest(self) -> str:
         return file_sha256(self.path)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(stored.n_bytes) for stored in self._by_name.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(int(size) for size in reversed(self._by_name[name].shape))

@@ -172,7 +172,7 @@ class Skeleton:
         return hidden
 
     def run_layer(self, index: int, layer: nn.Module, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Output [B, T, H] of decoder layer `index` for its input; mask [B, T] is True on tokens."""
+        """Output [B, T, H] of decoder layer `index`; mask [B, T] is True on real tokens."""
         inner = self._model.model
         inner.layers[index] = layer
         try:
@@ -212,9 +212,7 @@ def _parameter(tensor: Tensor, device: torch.device) -> nn.Parameter:
     return nn.Parameter(tensor.to(device, torch.float32), requires_grad=False)
 
 
-def check_tensors(
-    skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]], where: str
-) -> None:
+def check_tensors(skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     """SourceError unless the checkpoint has every tensor that the config promises, in its shape."""
     wanted = [*skeleton.outer_names()]
     for index in range(skeleton.num_layers):

@@ -47,8 +47,10 @@ class HFSource(Source):
 
     kind = "hf"
 
-    def __init__(self, path: Path, revision: str | None = None) -> None:
-        self.path, self.revision = path, revision
+    def __init__(
+        self, path: Path, *, hub_id: str | None = None, revision: str | None = None
+    ) -> None:
+        self.path, self.hub_id, self.revision = path, hub_id, revision
         self.config = _read_config(path)
         _refuse_code(path, self.config)
         refuse_quantized(path, self.config)
@@ -59,13 +61,17 @@ class HFSource(Source):
         self.names = tuple(self._reader.names)
         _refuse_quantized_names(path, self.names)
         check_tensors(self.skeleton, {n: self.shape(n) for n in self.names}, str(path))
-        self.dtype = _stored_dtype(self.config, self._reader, self.names)
+        self.dtype = _stored_dtype(self._reader)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._reader.shape(name))
 
     def raw_tensor(self, name: str) -> Tensor:
         return self._reader.tensor(name)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._reader.stored(name).num_bytes for name in self.names)
 
     @cached_property
     def digest(self) -> str:
@@ -89,7 +95,7 @@ class HFSource(Source):
 def open_source(model: str) -> Source:
     """The source that `model` names: a directory, a GGUF file, or a hub id `owner/name`.
 
-    Raises SourceError (nothing there, incomplete, unreadable), UnsupportedModelError (architecture),
+    Raises SourceError (nothing there, incomplete, unreadable), UnsupportedModelError,
     AlreadyQuantizedError, or UnsafeCheckpointError (pickle weights, remote code).
     """
     path = Path(model).expanduser()
@@ -101,15 +107,13 @@ def open_source(model: str) -> Source:
         return _open_directory(path)
     if HUB_ID.fullmatch(model):
         return _open_hub(model)
-    raise SourceError(
-        f"{model}: no such file or directory, and no hub id (owner/name) either"
-    )
+    raise SourceError(f"{model}: no such file or directory, and no hub id (owner/name) either")
 
 
-def _open_directory(path: Path) -> Source:
+def _open_directory(path: Path, hub_id: str | None = None) -> Source:
     ggufs = sorted(path.glob("*.gguf"))
     if (path / "config.json").is_file():
-        return HFSource(path, revision=_snapshot_revision(path))
+        return HFSource(path, hub_id=hub_id, revision=_snapshot_revision(path))
     if len(ggufs) == 1:
         return _open_gguf(ggufs[0])
     if ggufs:
@@ -136,7 +140,7 @@ def _open_hub(model: str) -> Source:
             f"{model}: no such directory here, and the hub did not deliver it "
             f"({type(error).__name__}); check the name and the network, or give a local directory"
         ) from error
-    return _open_directory(local)
+    return _open_directory(local, hub_id=model)
 
 
 def _snapshot_revision(path: Path) -> str | None:
@@ -204,9 +208,7 @@ def _refuse_pickle(path: Path) -> None:
         )
 
 
-def _stored_dtype(
-    config: dict[str, Any], reader: CheckpointReader, names: tuple[str, ...]
-) -> torch.dtype:
+def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
     """The dtype of the embedding table; a family keeps all its linears in it."""
     dtype = reader.dtype("model.embed_tokens.weight")
     if dtype not in DTYPES.values():

@@ -297,9 +297,7 @@ def _info(
 def relative_output_error(weight: Tensor, result: QuantizedWeight, hessian: Tensor) -> float:
     """tr(E H E^T) / tr(W H W^T) with E = W - what is stored; 0 for an all-zero weight."""
     assert result.scheme.weights is not None
-    grid = Grid(
-        scheme=result.scheme.weights, scale=result.scale, zero_point=result.zero_point
-    )
+    grid = Grid(scheme=result.scheme.weights, scale=result.scale, zero_point=result.zero_point)
     error = weight.float() - grid.values(result.codes.float())
     total = _row_error(weight.float(), hessian).sum()
     return float(_row_error(error, hessian).sum() / total) if total > 0 else 0.0

@@ -1,0 +1,214 @@
+"""Activations: the streams that flow through the layers, and statistics of what linears read.
+
+A `Stream` holds the hidden states of all calibration windows (or probe prompts) between two layers,
+on the CPU. Statistics count *valid tokens only*: one mask per batch, made where the batch is padded
+and applied here, so that padding, batch size and batch order change nothing but rounding.
+
+It does not know schemes, methods or files.
+
+Shape legend: B sequences of a batch, T tokens (padded), N valid tokens, H hidden size, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quant.errors import NonFiniteError
+
+# Below this many inputs a Hessian is summed in float64: it costs nothing there.
+FLOAT64_BELOW = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Windows padded to one length on the right. samples: which window each row is."""
+
+    samples: tuple[int, ...]
+    token_ids: Tensor  # [B, T] int64, padding is 0
+    mask: Tensor  # [B, T] bool, True on real tokens
+
+    @classmethod
+    def single(cls, sample: int, token_ids: Sequence[int]) -> Batch:
+        """A batch of one window, without padding."""
+        ids = torch.tensor([list(token_ids)], dtype=torch.int64)
+        return cls(samples=(sample,), token_ids=ids, mask=torch.ones_like(ids, dtype=torch.bool))
+
+
+@dataclass(slots=True, kw_only=True)
+class Stream:
+    """Batches and their hidden states [B, T, H] at the point the pipeline has reached."""
+
+    batches: list[Batch]
+    hidden: list[Tensor] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[tuple[Batch, Tensor]]:
+        return iter(zip(self.batches, self.hidden, strict=True))
+
+    def advance(self, run: Callable[[Tensor, Tensor], Tensor], where: str) -> None:
+        """Replace each hidden state by `run(hidden, mask)`; NonFiniteError names a bad sample."""
+        for i, batch in enumerate(self.batches):
+            output = run(self.hidden[i], batch.mask).cpu()
+            check_finite(output, batch, f"the output of {where}")
+            self.hidden[i] = output
+
+
+def make_batches(windows: Sequence[Sequence[int]], batch_tokens: int) -> list[Batch]:
+    """Windows sorted by length, padded into batches of at most `batch_tokens`, padding included.
+
+    A window longer than that is a batch of its own. The order depends on the windows only.
+    """
+    order = sorted(range(len(windows)), key=lambda i: (len(windows[i]), i))
+    groups: list[list[int]] = []
+    for i in order:
+        if groups and (len(groups[-1]) + 1) * len(windows[i]) <= batch_tokens:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return [_pad(windows, group) for group in groups]
+
+
+def _pad(windows: Sequence[Sequence[int]], group: list[int]) -> Batch:
+    width = max(len(windows[i]) for i in group)
+    token_ids = torch.zeros(len(group), width, dtype=torch.int64)
+    mask = torch.zeros(len(group), width, dtype=torch.bool)
+    for row, i in enumerate(group):
+        token_ids[row, : len(windows[i])] = torch.tensor(windows[i], dtype=torch.int64)
+        mask[row, : len(windows[i])] = True
+    return Batch(samples=tuple(group), token_ids=token_ids, mask=mask)
+
+
+def check_finite(values: Tensor, batch: Batch, what: str) -> None:
+    """NonFiniteError naming `what` and the sample, unless all valid tokens' values are finite."""
+    bad = ~torch.isfinite(values).all(-1).cpu() & batch.mask
+    if bool(bad.any()):
+        rows = [batch.samples[row] for row in bad.any(1).nonzero()[:, 0].tolist()]
+        raise NonFiniteError(
+            f"{what} is NaN or infinite for calibration sample {rows[0]} ({len(rows)} in its "
+            "batch); the model overflows on this text: drop the sample, or check the checkpoint"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class InputStatistics:
+    """What one input of linears looked like over all valid tokens.
+
+    hessian: X^T X [I, I] (float32; summed in float64 for small I), or None when not asked for;
+    square_sum, absmax: [I]. `mean_square` is E[x^2] [I].
+    """
+
+    num_inputs: int
+    device: torch.device
+    needs_hessian: bool
+    num_tokens: int = 0
+    hessian: Tensor = field(init=False)
+    square_sum: Tensor = field(init=False)
+    absmax: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        dtype = torch.float64 if self.num_inputs < FLOAT64_BELOW else torch.float32
+        size = self.num_inputs if self.needs_hessian else 0
+        self.hessian = torch.zeros(size, size, dtype=dtype, device=self.device)
+        self.square_sum = torch.zeros(self.num_inputs, dtype=torch.float64, device=self.device)
+        self.absmax = torch.zeros(self.num_inputs, device=self.device)
+
+    def add(self, rows: Tensor) -> None:
+        """Count valid tokens [N, I]."""
+        if len(rows) == 0:
+            return
+        if self.needs_hessian:
+            exact = rows.to(self.hessian.dtype)
+            self.hessian.addmm_(exact.T, exact)
+        self.square_sum += rows.double().square().sum(0)
+        self.absmax = torch.maximum(self.absmax, rows.abs().amax(0).float())
+        self.num_tokens += len(rows)
+
+    @property
+    def mean_square(self) -> Tensor:
+        return (self.square_sum / max(self.num_tokens, 1)).float()
+
+
+class _Reached(Exception):
+    """The forward pass got to the module whose input was wanted: no need to go on."""
+
+
+def collect_inputs(
+    module: nn.Module,
+    stream: Stream,
+    run: Callable[[Tensor, Tensor], object],
+    name: str,
+    *,
+    needs_hessian: bool,
+) -> InputStatistics:
+    """Statistics of what `module` reads while `run(hidden, mask)` is called on the whole stream.
+
+    Each pass ends when the module is reached. NonFiniteError names the module and the sample.
+    """
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    statistics = InputStatistics(
+        num_inputs=weight.shape[1], device=weight.device, needs_hessian=needs_hessian
+    )
+    for batch, hidden in stream:
+        inputs = first_input(module, lambda h=hidden, b=batch: run(h, b.mask))
+        check_finite(inputs, batch, f"the input of {name}")
+        statistics.add(inputs[batch.mask.to(inputs.device)])
+    return statistics
+
+
+def first_input(module: nn.Module, run: Callable[[], object]) -> Tensor:
+    """The first argument that `module` is called with during `run()`, which is then cut short."""
+    seen: list[Tensor] = []
+
+    def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.append(args[0])
+        raise _Reached
+
+    handle = module.register_forward_pre_hook(stop, prepend=True)
+    try:
+        run()
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+    assert seen, "the module was never called"
+    return seen[0]
+
+
+def collect_kv(
+    attention: nn.Module,
+    reader: nn.Module,
+    stream: Stream,
+    run: Callable[[Tensor, Tensor], object],
+) -> tuple[float, float]:
+    """Largest |k| (after rope) and |v| over all valid tokens; `reader` follows the attention."""
+    largest = [0.0, 0.0]
+    for batch, hidden in stream:
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def tap(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            seen.append((key, value))  # noqa: B023 - called before the next iteration
+            return key, value
+
+        with tapped(attention, tap):
+            first_input(reader, lambda h=hidden, b=batch: run(h, b.mask))
+        valid = batch.mask.to(seen[0][0].device)
+        for i, states in enumerate(seen[0]):
+            largest[i] = max(largest[i], float(states.transpose(1, 2)[valid].abs().max()))
+    return largest[0], largest[1]
+
+
+@contextmanager
+def tapped(
+    attention: nn.Module, tap: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> Iterator[None]:
+    """`tap(key, value)` [B, kv heads, T, head dim] sees and may replace what attention reads."""
+    attention.kv_tap = tap
+    try:
+        yield
+    finally:
+        del attention.kv_tap

@@ -1,0 +1,199 @@
+"""One decoder layer, quantized: stage by stage, each stage's statistics taken with the earlier
+stages already quantized (GPTQ's "true sequential" order), and one decoder layer, rebuilt from what
+was stored.
+
+Called by `quant.pipeline` for each layer and, with one stage, for lm_head. It knows methods and
+layouts, but no files: tensors come in and go out by checkpoint name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from quant.artifact.errors import SchemeError
+from quant.artifact.layout import (
+    QuantizedWeight,
+    dequantize,
+    fake_quantize_activations,
+    from_tensors,
+    tensor_names,
+    to_tensors,
+)
+from quant.artifact.scheme import ActivationScheme, Scheme
+from quant.capture import InputStatistics, Stream, collect_inputs
+from quant.methods.gptq import GPTQInfo, GPTQSettings, gptq, relative_output_error
+from quant.methods.rtn import rtn
+from quant.plan import PlanRow
+from quant.report import ModuleResult
+
+Run = Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodSettings:
+    """What the recipe says to every module: dtype of scales and dense tensors, GPTQ's knobs."""
+
+    dtype: torch.dtype
+    gptq: GPTQSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleOutcome:
+    """A quantized module: its codes and the row of the report."""
+
+    weight: QuantizedWeight
+    result: ModuleResult
+
+
+def quantize_stage(
+    rows: Sequence[PlanRow],
+    linears: Mapping[str, nn.Linear],
+    weights: Mapping[str, Tensor],
+    stream: Stream,
+    run: Run,
+    settings: MethodSettings,
+) -> dict[str, ModuleOutcome]:
+    """Quantize the modules of one stage (they share their input) and install the result.
+
+    weights: the source's weights by module name; `linears` are changed to what was stored, so that
+    later stages see it. Rows that are dense are left alone.
+    """
+    active = [row for row in rows if not row.scheme.is_dense]
+    statistics = None
+    if any(row.method == "gptq" for row in active):
+        first = active[0].module
+        statistics = collect_inputs(linears[first], stream, run, first, needs_hessian=True)
+    outcomes: dict[str, ModuleOutcome] = {}
+    for group in _alike(active):
+        outcomes.update(_quantize_group(group, linears, weights, statistics, settings))
+    for name, outcome in outcomes.items():
+        install(linears[name], outcome.weight)
+    return outcomes
+
+
+def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
+    """Rows of one scheme and method together: they are quantized in one call."""
+    groups: dict[tuple[Scheme, str], list[PlanRow]] = {}
+    for row in rows:
+        groups.setdefault((row.scheme, row.method), []).append(row)
+    return list(groups.values())
+
+
+def _quantize_group(
+    group: Sequence[PlanRow],
+    linears: Mapping[str, nn.Linear],
+    weights: Mapping[str, Tensor],
+    statistics: InputStatistics | None,
+    settings: MethodSettings,
+) -> dict[str, ModuleOutcome]:
+    """Modules of one input, scheme and method, stacked along their outputs."""
+    names = [row.module for row in group]
+    device = linears[names[0]].weight.device
+    stacked = torch.cat([weights[name].to(device, torch.float32) for name in names])
+    scheme, info, hessian = group[0].scheme, None, None
+    try:
+        if group[0].method == "gptq":
+            assert statistics is not None
+            hessian = statistics.hessian.float()
+            whole, info = gptq(stacked, hessian, scheme, settings.dtype, settings.gptq)
+        else:
+            whole = rtn(stacked, scheme, settings.dtype)
+    except SchemeError as error:
+        raise SchemeError(f"{', '.join(names)}: {error}") from error
+    sizes = [row.shape[0] for row in group]
+    parts = zip(group, _split(whole, sizes), stacked.split(sizes), strict=True)
+    return {
+        row.module: ModuleOutcome(weight=part, result=_result(row, part, original, hessian, info))
+        for row, part, original in parts
+    }
+
+
+def _split(whole: QuantizedWeight, sizes: list[int]) -> list[QuantizedWeight]:
+    """The modules of a stack again."""
+    zeros = [None] * len(sizes) if whole.zero_point is None else whole.zero_point.split(sizes)
+    return [
+        QuantizedWeight(scheme=whole.scheme, codes=codes, scale=scale, zero_point=zero)
+        for codes, scale, zero in zip(
+            whole.codes.split(sizes), whole.scale.split(sizes), zeros, strict=True
+        )
+    ]
+
+
+def _result(
+    row: PlanRow,
+    weight: QuantizedWeight,
+    original: Tensor,
+    hessian: Tensor | None,
+    info: GPTQInfo | None,
+) -> ModuleResult:
+    fell_back = info is not None and info.fallback
+    if hessian is None:
+        error = _weight_error(weight, original)
+    else:
+        error = relative_output_error(original, weight, hessian) ** 0.5
+    return ModuleResult(
+        module=row.module,
+        shape=row.shape,
+        scheme=row.scheme.label,
+        method="rtn" if fell_back else row.method,
+        bytes=sum(tensor.nbytes for tensor in stored_parts(row.module, weight).values()),
+        rel_error=error,
+        error_of="weights" if hessian is None else "outputs",
+        damping=info.damping if info else None,
+        fallback="Hessian not positive definite at any damping" if fell_back else None,
+        dead_columns=info.dead_columns if info else 0,
+        note=row.note,
+    )
+
+
+def _weight_error(weight: QuantizedWeight, original: Tensor) -> float:
+    """Frobenius norm of the error over that of the weight."""
+    norm = float(original.norm())
+    return float((dequantize(weight).float() - original).norm()) / norm if norm else 0.0
+
+
+def stored_parts(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """A module's tensors under their checkpoint names, in host memory."""
+    zero = weight.zero_point
+    local = QuantizedWeight(
+        scheme=weight.scheme,
+        codes=weight.codes.cpu(),
+        scale=weight.scale.cpu(),
+        zero_point=None if zero is None else zero.cpu(),
+    )
+    return {f"{name}.{leaf}": tensor for leaf, tensor in to_tensors(local).items()}
+
+
+def install(linear: nn.Linear, weight: QuantizedWeight) -> None:
+    """Make `linear` compute as the runtime will: dequantized weight, fake-quantized input."""
+    linear.weight = nn.Parameter(
+        dequantize(weight).to(linear.weight.device, torch.float32), requires_grad=False
+    )
+    if weight.scheme.activations is not None:
+        quantize_input(linear, weight.scheme.activations)
+
+
+def quantize_input(linear: nn.Linear, activations: ActivationScheme) -> RemovableHandle:
+    """Round the input of `linear` to its codes on every call, until the handle is removed."""
+    return linear.register_forward_pre_hook(
+        lambda _, args: (fake_quantize_activations(args[0], activations), *args[1:])
+    )
+
+
+def dense_state(tensors: Mapping[str, Tensor], schemes: Mapping[str, Scheme]) -> dict[str, Tensor]:
+    """Stored tensors as the parameters they stand for: quantized modules dequantized.
+
+    `tensors` may hold more (KV scales, modules of no scheme given): those with no parameter of that
+    name are for the caller to leave out.
+    """
+    state = dict(tensors)
+    for name, scheme in schemes.items():
+        if not scheme.is_dense:
+            parts = {leaf: state.pop(f"{name}.{leaf}") for leaf in tensor_names(scheme)}
+            state[f"{name}.weight"] = dequantize(from_tensors(parts, scheme))
+    return state

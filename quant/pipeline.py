@@ -1,0 +1,367 @@
+"""The one loop: for each decoder layer capture -> methods -> write -> feed the quantized output on.
+
+Read this first. `run` takes a source, a plan and calibration windows and leaves a sealed artifact.
+One layer is in memory at a time, and the hidden states of the calibration windows between two
+layers; each finished layer is on disk before the next one begins. A run that was killed is resumed
+by running it again: finished layers are read back instead of quantized, the hidden states pass
+through them as before, and the result is the same to the last bit (on one machine, device and
+number of threads).
+
+Everything that follows a layer sees what was *stored*, read back through the layout, never the
+tensors that were about to be stored.
+
+It does not know how a layer computes (`quant.modelling`), how codes are chosen (`quant.layer_job`,
+`quant.methods`) nor how files are made durable (`quant.artifact.writer`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quant.artifact.errors import SchemeError
+from quant.artifact.probe import ProbeRecord, make_probe
+from quant.artifact.scheme import Scheme
+from quant.artifact.writer import ArtifactWriter
+from quant.calibration import Calibration
+from quant.capture import Batch, Stream, make_batches, tapped
+from quant.checkpoint import Source
+from quant.errors import PipelineError, SourceError
+from quant.kv_scales import choose_scales, fake_quantize_kv, scale_names
+from quant.layer_job import (
+    MethodSettings,
+    dense_state,
+    quantize_input,
+    quantize_stage,
+    stored_parts,
+)
+from quant.methods.gptq import GPTQSettings
+from quant.modelling import HEAD, STAGES, Skeleton
+from quant.plan import Plan
+from quant.provenance import finish, job_identity, read_results, store_results
+from quant.recipe import Recipe
+from quant.report import ModuleResult, RunReport
+
+PROBE_TEXTS = (
+    "This Agreement shall be governed by the laws of the State of",
+    "def add(a, b):\n    return",
+    '{"name": "Acme", "total":',
+    "The customer asked when the parcel would arrive, and the agent replied",
+)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Progress(Protocol):
+    """Told how far a run is."""
+
+    def start(self, total_layers: int) -> None: ...
+
+    def layer(self, index: int, text: str) -> None: ...
+
+    def done(self) -> None: ...
+
+
+class Silent:
+    """A Progress that shows nothing."""
+
+    def start(self, total_layers: int) -> None:
+        return
+
+    def layer(self, index: int, text: str) -> None:
+        return
+
+    def done(self) -> None:
+        return
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """What one run works with. `calibration` is None when no method needs statistics."""
+
+    source: Source
+    plan: Plan
+    skeleton: Skeleton
+    writer: ArtifactWriter
+    settings: MethodSettings
+    calibration: Stream | None
+    probe: Stream
+    results: dict[str, ModuleResult] = field(default_factory=dict)
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        return (self.probe,) if self.calibration is None else (self.calibration, self.probe)
+
+    def schemes(self, layer: int | None) -> dict[str, Scheme]:
+        """Schemes of a layer's linears (None: of lm_head)."""
+        return {row.module: row.scheme for row in self.plan.layer_rows(layer)}
+
+
+def run(
+    source: Source,
+    plan: Plan,
+    recipe: Recipe,
+    calibration: Calibration | None,
+    out: Path,
+    *,
+    device: str = "cpu",
+    progress: Progress | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+) -> RunReport:
+    """Carry out `plan` on `source` and seal the artifact at `out`.
+
+    A partial run of the same job (model, recipe, calibration, versions, device, threads) is taken
+    up again unless `resume` is False. Raises PipelineError (calibration missing), SourceError
+    (weights or activations that are not finite), SchemeError (a scale that does not fit, module
+    named) and StorageError; none of them leaves anything at `out`.
+    """
+    started = time.perf_counter()
+    check_run(source, plan, calibration)
+    identity = job_identity(source, plan, recipe, calibration, device)
+    with open_writer(source, plan, out, identity, overwrite=overwrite, resume=resume) as writer:
+        resumed = len(writer.committed)
+        job = start_job(source, plan, recipe, calibration, writer, device)
+        quantize_layers(job, progress or Silent())
+        probe = finish_outer(job)
+        return finish(
+            source, plan, recipe, calibration, writer, probe, job.results,
+            seconds={"layers": time.perf_counter() - started}, resumed=resumed, device=device,
+        )  # fmt: skip
+
+
+def quantize_layers(job: Job, progress: Progress) -> None:
+    """The loop over the decoder layers."""
+    progress.start(job.plan.num_layers)
+    for index in range(job.plan.num_layers):
+        progress.layer(index, f"layer {index + 1} of {job.plan.num_layers}")
+        tensors = stored_layer(job, index)
+        advance(job, index, tensors)
+    progress.done()
+
+
+@contextmanager
+def open_writer(
+    source: Source,
+    plan: Plan,
+    out: Path,
+    identity: dict[str, Any],
+    *,
+    overwrite: bool,
+    resume: bool,
+) -> Iterator[ArtifactWriter]:
+    """The writer of this job. Faults of the input discard what was staged: a retry would meet them
+    again. After anything else (a full disk, a kill) the finished layers stay for the next run."""
+
+    def make() -> ArtifactWriter:
+        return ArtifactWriter(
+            out, num_shards=plan.num_layers + 1, job=identity, overwrite=overwrite,
+            source_path=source.path,
+        )  # fmt: skip
+
+    writer = make()
+    if not resume:
+        writer.discard()
+        writer = make()
+    with writer:
+        try:
+            yield writer
+        except (SourceError, SchemeError):
+            writer.discard()
+            raise
+
+
+def check_run(source: Source, plan: Plan, calibration: Calibration | None) -> None:
+    """PipelineError for what would only fail later."""
+    planned = {row.module for row in plan.rows}
+    assert planned == set(source.module_shapes), "the plan was made for another model"
+    if calibration is None and any(row.method == "gptq" for row in plan.rows):
+        raise PipelineError("gptq needs calibration text; give --calib FILE, or use method rtn")
+
+
+def start_job(
+    source: Source,
+    plan: Plan,
+    recipe: Recipe,
+    calibration: Calibration | None,
+    writer: ArtifactWriter,
+    device: str,
+) -> Job:
+    """Embed the windows and the probe prompts; everything is then at the door of layer 0."""
+    skeleton = source.skeleton if device == "cpu" else Skeleton(source.config, device)
+    settings = MethodSettings(
+        dtype=DTYPES[plan.dtype], gptq=GPTQSettings(**recipe.gptq.model_dump())
+    )
+    streams = [Stream(batches=[Batch.single(i, ids) for i, ids in enumerate(probe_ids(source))])]
+    if calibration is not None and needs_windows(plan):
+        batches = make_batches(calibration.samples, recipe.calibration.batch_tokens)
+        streams.append(Stream(batches=batches))
+    embedding = stored_tensors(source, settings.dtype, ["model.embed_tokens.weight"])
+    for stream in streams:
+        stream.hidden = skeleton.embed(embedding, [batch.token_ids for batch in stream.batches])
+    return Job(
+        source=source, plan=plan, skeleton=skeleton, writer=writer, settings=settings,
+        calibration=streams[1] if len(streams) > 1 else None, probe=streams[0],
+    )  # fmt: skip
+
+
+def needs_windows(plan: Plan) -> bool:
+    """Whether calibration windows must flow through the layers at all."""
+    return plan.kv_cache != "none" or any(row.method == "gptq" for row in plan.rows)
+
+
+def probe_ids(source: Source) -> list[list[int]]:
+    """Token ids of the probe prompts."""
+    tokenizer = source.tokenizer()
+    return [list(tokenizer(text)["input_ids"]) for text in PROBE_TEXTS]
+
+
+def stored_layer(job: Job, index: int) -> dict[str, Tensor]:
+    """The tensors of layer `index` as they are on disk: quantized now, or by an earlier run."""
+    if index + 1 in job.writer.committed:
+        job.results.update(read_results(job.writer, index + 1))
+    else:
+        tensors, results = quantize_layer(job, index)
+        store_results(job.writer, index + 1, results)
+        job.writer.write_shard(index + 1, tensors)
+        job.results.update(results)
+    return job.writer.read_shard(index + 1)
+
+
+def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, ModuleResult]]:
+    """Capture, choose codes, stage by stage. Returns what to store, and the report's rows."""
+    rows = {row.module: row for row in job.plan.layer_rows(index)}
+    prefix, names = job.skeleton.layer_prefix(index), job.skeleton.layer_names(index)
+    quantized = {f"{name}.weight" for name, row in rows.items() if not row.scheme.is_dense}
+    dense = stored_tensors(job.source, job.settings.dtype, [n for n in names if n not in quantized])
+    weights = job.source.tensors(sorted(quantized))
+    layer = job.skeleton.build_layer(index, {**dense, **weights})
+    linears = {name: _linear(layer, name.removeprefix(prefix)) for name in rows}
+    by_module = {name.removesuffix(".weight"): tensor for name, tensor in weights.items()}
+    stored, results = dict(dense), dense_results(job, index, dense)
+
+    def run_layer(hidden: Tensor, mask: Tensor) -> Tensor:
+        return job.skeleton.run_layer(index, layer, hidden, mask)
+
+    windows = job.calibration or job.probe
+    for stage in STAGES:
+        outcomes = quantize_stage(
+            [rows[prefix + leaf] for leaf in stage], linears, by_module, windows, run_layer,
+            job.settings,
+        )  # fmt: skip
+        for name, outcome in outcomes.items():
+            results[name] = outcome.result
+            stored.update(stored_parts(name, outcome.weight))
+        if job.plan.kv_cache == "fp8" and stage is STAGES[0]:
+            scales = choose_scales(layer, windows, run_layer, job.settings.dtype)
+            stored.update(zip(scale_names(prefix), scales, strict=True))
+    return stored, results
+
+
+def _linear(layer: nn.Module, leaf: str) -> nn.Linear:
+    module = layer.get_submodule(leaf)
+    assert isinstance(module, nn.Linear)
+    return module
+
+
+def dense_results(
+    job: Job, layer: int | None, dense: Mapping[str, Tensor]
+) -> dict[str, ModuleResult]:
+    """Report rows of the linears that stay as they are."""
+    return {
+        row.module: ModuleResult(
+            module=row.module, shape=row.shape, scheme=row.scheme.label, method="none",
+            bytes=dense[f"{row.module}.weight"].nbytes if f"{row.module}.weight" in dense else 0,
+            note=row.note,
+        )
+        for row in job.plan.layer_rows(layer)
+        if row.scheme.is_dense
+    }  # fmt: skip
+
+
+def stored_tensors(source: Source, dtype: torch.dtype, names: list[str]) -> dict[str, Tensor]:
+    """Dense tensors in the artifact's dtype; SourceError names one that does not fit it."""
+    found = {}
+    for name in names:
+        original = source.tensor(name)
+        found[name] = original.to(dtype)
+        if not bool(torch.isfinite(found[name]).all()):
+            raise SourceError(
+                f"tensor {name} holds {float(original.abs().max()):.4g}, which does not fit "
+                f"{dtype}; set `dtype: bfloat16` or `dtype: float32` in the recipe"
+            )
+    return found
+
+
+def advance(job: Job, index: int, tensors: Mapping[str, Tensor]) -> None:
+    """Pass every stream through layer `index` as stored: codes, rounded inputs, rounded KV."""
+    prefix, schemes = job.skeleton.layer_prefix(index), job.schemes(index)
+    state = dense_state(tensors, schemes)
+    scales = [state.pop(name) for name in scale_names(prefix) if name in state]
+    layer = job.skeleton.build_layer(index, state)
+    for name, scheme in schemes.items():
+        if scheme.activations is not None:
+            quantize_input(_linear(layer, name.removeprefix(prefix)), scheme.activations)
+    attention = layer.get_submodule("self_attn")
+    rounded = tapped(attention, fake_quantize_kv(*scales)) if scales else nullcontext()
+    with rounded:
+        for stream in job.streams:
+            stream.advance(
+                lambda hidden, mask: job.skeleton.run_layer(index, layer, hidden, mask),
+                f"layer {index}",
+            )
+
+
+def finish_outer(job: Job) -> ProbeRecord:
+    """Store embedding, norm, head and what the model class does not use; run the probe."""
+    outer = list(job.skeleton.outer_names())
+    rows = job.plan.layer_rows(None)
+    if 0 not in job.writer.committed:
+        tensors, results = quantize_outer(job, outer)
+        store_results(job.writer, 0, results)
+        job.writer.write_shard(0, tensors)
+    job.results.update(read_results(job.writer, 0))
+    stored = job.writer.read_shard(0)
+    schemes = {row.module: row.scheme for row in rows}
+    state = dense_state(stored, schemes)
+    last = torch.cat([hidden[:, -1:] for hidden in job.probe.hidden])
+    with torch.no_grad(), job.skeleton.head(state) as head:
+        act = schemes[HEAD].activations
+        handle = quantize_input(_linear(head, HEAD), act) if act else None
+        logits = head(inputs_embeds=last.to(job.skeleton.device)).logits[:, 0].cpu()
+        if handle is not None:
+            handle.remove()
+    prompts = [batch.token_ids[0].tolist() for batch in job.probe.batches]
+    schemes_used = job.plan.schemes().values()
+    return make_probe(prompts, logits, schemes_used, has_fp8_kv=job.plan.kv_cache != "none")
+
+
+def quantize_outer(job: Job, outer: list[str]) -> tuple[dict[str, Tensor], dict[str, ModuleResult]]:
+    """lm_head if the plan wants it, and everything else outside the layers as it is."""
+    rows = [row for row in job.plan.layer_rows(None) if not row.scheme.is_dense]
+    quantized = {f"{row.module}.weight" for row in rows}
+    dense = stored_tensors(job.source, job.settings.dtype, [n for n in outer if n not in quantized])
+    weights = job.source.tensors(sorted(quantized))
+    stored, results = dict(dense), dense_results(job, None, dense)
+    with job.skeleton.head({**dense, **weights}) as head:
+
+        def run_head(hidden: Tensor, mask: Tensor) -> object:
+            with torch.no_grad():
+                return head(inputs_embeds=hidden.to(job.skeleton.device))
+
+        outcomes = quantize_stage(
+            rows, {HEAD: _linear(head, HEAD)},
+            {name.removesuffix(".weight"): tensor for name, tensor in weights.items()},
+            job.calibration or job.probe, run_head, job.settings,
+        ) if rows else {}  # fmt: skip
+    for name, outcome in outcomes.items():
+        results[name] = outcome.result
+        stored.update(stored_parts(name, outcome.weight))
+    stored.update({name: job.source.raw_tensor(name) for name in job.source.extra_names()})
+    return stored, results

@@ -1,0 +1,224 @@
+"""What an artifact says of its making: the job's identity, the manifest, config.json, the report.
+
+The identity decides whether an interrupted run may be taken up again: everything that moves a bit
+of the result is in it. Results of finished layers are kept as a journal beside the partial
+artifact, so that a resumed run reports (and writes into the manifest) what the first one measured.
+Knows no models and no methods.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+
+from quant.artifact.artifact import Artifact
+from quant.artifact.durable import write_file
+from quant.artifact.manifest import (
+    CalibrationRecord,
+    KVRecord,
+    Manifest,
+    ModuleRecord,
+    RecipeRecord,
+    SourceRecord,
+    scheme_tables,
+)
+from quant.artifact.probe import ProbeRecord
+from quant.artifact.writer import ArtifactWriter
+from quant.calibration import Calibration
+from quant.checkpoint import Source
+from quant.plan import Plan
+from quant.recipe import Recipe
+from quant.report import ModuleResult, RunReport
+
+
+def package_version() -> str:
+    """The installed version, or `0+clone` when run from a checkout that is not installed."""
+    try:
+        return version("weighbridge")
+    except PackageNotFoundError:
+        return "0+clone"
+
+
+def tools(device: str) -> dict[str, str]:
+    """Versions and settings that can move a bit of the result."""
+    return {
+        "weighbridge": package_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__,
+        "device": device_class(device),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def device_class(device: str) -> str:
+    """`cpu`, or the accelerator's name: results are bit-identical on one class of device."""
+    kind = torch.device(device)
+    return torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type
+
+
+def job_identity(
+    source: Source, plan: Plan, recipe: Recipe, calibration: Calibration | None, device: str
+) -> dict[str, Any]:
+    """What must be equal for a partial run to be taken up again; JSON data."""
+    return {
+        "source": source.digest,
+        "recipe": recipe.sha256,
+        "overrides": recipe.cli_overrides,
+        "plan": [[row.module, row.scheme.label, row.method] for row in plan.rows],
+        "dtype": plan.dtype,
+        "kv_cache": plan.kv_cache,
+        "calibration": None if calibration is None else calibration.digest,
+        "tools": tools(device),
+    }
+
+
+def make_manifest(
+    source: Source,
+    plan: Plan,
+    recipe: Recipe,
+    calibration: Calibration | None,
+    probe: ProbeRecord,
+    results: Mapping[str, ModuleResult],
+    device: str,
+) -> Manifest:
+    """The manifest, but for the tables of tensors and files."""
+    attention = [f"model.layers.{i}.self_attn" for i in range(plan.num_layers)]
+    return Manifest(
+        created_by=f"weighbridge {package_version()}",
+        architecture=plan.architecture,
+        dtype=plan.dtype,
+        schemes=scheme_tables(plan.schemes()),
+        modules={row.module: _module_record(results[row.module], plan) for row in plan.rows},
+        kv_cache=KVRecord(modules=tuple(attention)) if plan.kv_cache == "fp8" else None,
+        source=SourceRecord(
+            path=source.name,
+            kind=source.kind,
+            revision=source.revision,
+            digest=source.digest,
+            dtype=str(source.dtype).removeprefix("torch."),
+        ),
+        recipe=RecipeRecord(
+            text=recipe.text,
+            sha256=recipe.sha256,
+            name=recipe.name,
+            overrides=recipe.cli_overrides,
+        ),
+        calibration=None if calibration is None else _calibration_record(calibration),
+        tools=tools(device),
+        probe=probe,
+    )
+
+
+def _module_record(result: ModuleResult, plan: Plan) -> ModuleRecord:
+    is_tied = result.module == "lm_head" and plan.is_tied
+    return ModuleRecord(
+        scheme=result.scheme,
+        shape=result.shape,
+        method=result.method,
+        reason=result.note,
+        tied_to="model.embed_tokens.weight" if is_tied else None,
+        rel_error=result.rel_error,
+        damping=result.damping,
+        fallback=result.fallback,
+        dead_columns=result.dead_columns or None,
+    )
+
+
+def _calibration_record(calibration: Calibration) -> CalibrationRecord:
+    coverage = calibration.coverage
+    return CalibrationRecord(
+        digest=calibration.digest,
+        samples=coverage.samples,
+        tokens=coverage.tokens,
+        coverage=json.loads(json.dumps(coverage.to_json())),
+    )
+
+
+def make_config(source: Source, plan: Plan) -> dict[str, Any]:
+    """config.json: the source's with our dtype; `seal` adds the quantization section."""
+    config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
+    return {**config, "dtype": plan.dtype, "tie_word_embeddings": plan.is_tied}
+
+
+def finish(
+    source: Source,
+    plan: Plan,
+    recipe: Recipe,
+    calibration: Calibration | None,
+    writer: ArtifactWriter,
+    probe: ProbeRecord,
+    results: Mapping[str, ModuleResult],
+    *,
+    seconds: Mapping[str, float],
+    resumed: int,
+    device: str,
+) -> RunReport:
+    """Write the files beside the weights, seal, and report."""
+    for name, data in source.files().items():
+        writer.write_file(name, data)
+    writer.write_file("recipe.yaml", recipe.text.encode())
+    manifest = make_manifest(source, plan, recipe, calibration, probe, results, device)
+    artifact = writer.seal(manifest, make_config(source, plan))
+    return RunReport(
+        model=source.name,
+        architecture=plan.architecture,
+        recipe=recipe.name,
+        artifact=str(artifact.path),
+        artifact_digest=artifact.digest,
+        dtype=plan.dtype,
+        source_bytes=source.num_bytes,
+        artifact_bytes=_weight_bytes(artifact),
+        modules=tuple(results[row.module] for row in plan.rows),
+        seconds=dict(seconds),
+        peak_memory_bytes=peak_memory_bytes(),
+        device=device_class(device),
+        threads=torch.get_num_threads(),
+        resumed_layers=resumed,
+        coverage=None if calibration is None else calibration.coverage,
+        warnings=plan.warnings,
+        tools=tools(device),
+    )
+
+
+def _weight_bytes(artifact: Artifact) -> int:
+    stored = (artifact.reader.stored(name) for name in artifact.reader.names)
+    return sum(tensor.num_bytes for tensor in stored)
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def journal_path(writer: ArtifactWriter, shard: int) -> Path:
+    """Where the results of one shard are kept until the artifact is sealed."""
+    return writer.work_dir / f"results-{shard:05d}.json"
+
+
+def store_results(writer: ArtifactWriter, shard: int, results: Mapping[str, ModuleResult]) -> None:
+    """Keep the results of a shard; call before the shard is committed."""
+    data = {name: asdict(result) for name, result in results.items()}
+    write_file(journal_path(writer, shard), json.dumps(data).encode())
+
+
+def read_results(writer: ArtifactWriter, shard: int) -> dict[str, ModuleResult]:
+    """The results that `store_results` kept."""
+    data = json.loads(journal_path(writer, shard).read_text(encoding="utf-8"))
+    return {
+        name: ModuleResult(**{**fields, "shape": tuple(fields["shape"])})
+        for name, fields in data.items()
+    }
