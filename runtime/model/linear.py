@@ -1,0 +1,86 @@
+"""One linear layer of the decoder: several checkpoint modules fused along their output rows.
+
+Stacking rows is exact for every scheme here: a scale belongs to rows (channel) or to parts of rows
+(group), never to more than one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quant.artifact.errors import SchemeError
+from quant.artifact.layout import QuantizedWeight
+from runtime.kernels.linear import PackedWeight, linear, pack_dense, pack_quantized, reconstruct
+
+Shard = QuantizedWeight | Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """y = x W^T + b; the weight is packed for one compute type and device.
+
+    label: the scheme's short name (`w4a16-g64`, `dense`). rows: output rows of each shard.
+    """
+
+    weight: PackedWeight
+    bias: Tensor | None
+    label: str
+    rows: tuple[int, ...]
+
+    @staticmethod
+    def from_shards(
+        shards: Sequence[Shard],
+        biases: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Linear:
+        """Fuse weights [out_i, in] (and biases [out_i]) into one linear of sum(out_i) rows.
+
+        Raises SchemeError when the shards do not share one scheme.
+        """
+        given = [bias for bias in biases if bias is not None]
+        assert len(given) in (0, len(shards)), "all shards have a bias or none has"
+        weight, label = _pack(shards, dtype, device)
+        bias = torch.cat(given).to(device=device, dtype=dtype) if given else None
+        rows = tuple(shard.shape[0] for shard in shards)
+        return Linear(weight=weight, bias=bias, label=label, rows=rows)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [T, in] -> [T, sum of rows]."""
+        return linear(x, self.weight, self.bias)
+
+    def reconstruct(self) -> Tensor:
+        """The matrix [sum of rows, in] float32 that the kernel really multiplies with."""
+        return reconstruct(self.weight)
+
+
+def _pack(
+    shards: Sequence[Shard], dtype: torch.dtype, device: torch.device
+) -> tuple[PackedWeight, str]:
+    dense = [shard for shard in shards if isinstance(shard, Tensor)]
+    quantized = [shard for shard in shards if isinstance(shard, QuantizedWeight)]
+    labels = sorted({"dense"} if dense else set()) + sorted({q.scheme.label for q in quantized})
+    if len(set(labels)) != 1:
+        raise SchemeError(
+            f"modules that run as one matmul have different schemes: {', '.join(labels)}; "
+            "quantize q|k|v (and gate|up) alike"
+        )
+    if dense:
+        return pack_dense(torch.cat([shard.to(dtype) for shard in dense]), dtype, device), labels[0]
+    return pack_quantized(_stack(quantized), dtype, device), labels[0]
+
+
+def _stack(shards: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    if len(shards) == 1:
+        return shards[0]
+    zero_points = [shard.zero_point for shard in shards if shard.zero_point is not None]
+    return QuantizedWeight(
+        scheme=shards[0].scheme,
+        codes=torch.cat([shard.codes for shard in shards]),
+        scale=torch.cat([shard.scale for shard in shards]),
+        zero_point=torch.cat(zero_points) if zero_points else None,
+    )
