@@ -105,7 +105,7 @@ def make_plan(
         hidden_size=int(text.get("hidden_size", 0)),
         vocab_size=int(text.get("vocab_size", 0)),
         is_tied=is_tied,
-        needs_calibration=recipe.needs_calibration,
+        needs_calibration=recipe.kv_cache != "none" or any(r.method == "gptq" for r in rows),
         kv_cache=recipe.kv_cache,
         overrides=tuple(rule.match for rule in recipe.overrides),
         warnings=tuple(_warnings(rows, recipe)),

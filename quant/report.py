@@ -111,7 +111,7 @@ class RunReport:
 def write_reports(files: Mapping[str, str], directory: Path) -> None:
     """Write report files into an artifact's directory, each atomically."""
     for name, text in files.items():
-        temporary = directory / f".{name}.partial"
+        temporary = directory / f"{name}.partial"
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, directory / name)
 

@@ -1,0 +1,224 @@
+"""`quantize` for Python programs, and the steps the command line is made of.
+
+    from quant.api import quantize
+    path = quantize("model-dir", "w4a16.yaml", calib="contracts.jsonl")
+
+prepare (read everything that can be wrong, plan) -> calibrate -> carry out -> write the reports.
+Nothing is written before `carry_out`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quant.artifact.shipped import Kind, resolve_input
+from quant.calibration import Calibration, load_calibration
+from quant.checkpoint import Source
+from quant.errors import CalibrationError, PipelineError, QuantError, RecipeError
+from quant.estimate import Estimate, estimate
+from quant.machine import free_disk_bytes, free_memory_bytes, measured_flops
+from quant.pipeline import Progress, run
+from quant.plan import Plan, make_plan
+from quant.recipe import CalibrationSettings, Recipe
+from quant.report import RunReport, report_json, write_reports
+from quant.report_render import model_card, report_markdown
+from quant.source import open_source
+
+PathLike = str | Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run that is planned but not begun. `notes` are worth telling before anything is spent."""
+
+    source: Source
+    recipe: Recipe
+    plan: Plan
+    calib: tuple[Path, ...]
+    out: Path
+    cost: Estimate
+    tokens: int
+    device: str
+    notes: tuple[str, ...]
+
+
+def quantize(
+    model: PathLike | None,
+    recipe: PathLike,
+    calib: PathLike | Sequence[PathLike] | None = None,
+    out: PathLike | None = None,
+    *,
+    strict: bool = False,
+    device: str = "cpu",
+    overwrite: bool = False,
+    resume: bool = True,
+    progress: Progress | None = None,
+    **overrides: Any,
+) -> Path:
+    """Make an artifact and return its directory.
+
+    model: HF directory, hub id or GGUF file; None takes the recipe's `model:`. recipe and calib are
+    looked up where given, then among the shipped ones. out defaults to NAME-RECIPE in the current
+    directory. overrides: recipe keys (`group_size=64`, `samples=128`, ...; those of `calibration:`
+    go there). strict refuses group sizes that do not divide. Raises QuantError or ArtifactError.
+    """
+    job = prepare(model, recipe, calib, out, strict=strict, device=device, overrides=overrides)
+    report = carry_out(job, progress=progress, overwrite=overwrite, resume=resume)
+    return Path(report.artifact)
+
+
+def prepare(
+    model: PathLike | None,
+    recipe: PathLike,
+    calib: PathLike | Sequence[PathLike] | None = None,
+    out: PathLike | None = None,
+    *,
+    strict: bool = False,
+    device: str = "cpu",
+    overrides: Mapping[str, Any],
+) -> Job:
+    """Read the recipe and the model, plan, and estimate; calibration files are found, not read."""
+    loaded = load_recipe(recipe, overrides)
+    files = _calibration_files(calib)
+    name = str(model) if model is not None else _recipe_model(loaded)
+    source = open_source(name)
+    plan = make_plan(
+        loaded,
+        source.module_shapes,
+        source.num_layers,
+        source.config,
+        strict=strict,
+        source_dtype=str(source.dtype).removeprefix("torch."),
+        is_tied=source.skeleton.is_tied,
+    )
+    tokens = loaded.calibration.samples * loaded.calibration.max_tokens
+    tokens = tokens if plan.needs_calibration else 0
+    cost = estimate(
+        plan,
+        tokens=tokens,
+        batch_tokens=loaded.calibration.batch_tokens,
+        flops_per_s=measured_flops(device),
+    )
+    target = Path(out) if out is not None else Path(f"{_model_name(source)}-{loaded.name}")
+    return Job(
+        source=source,
+        recipe=loaded,
+        plan=plan,
+        calib=files,
+        out=target,
+        cost=cost,
+        tokens=tokens,
+        device=device,
+        notes=tuple(_notes(plan, files, cost, device)),
+    )
+
+
+def calibrate(job: Job) -> Calibration | None:
+    """The job's calibration windows; None when its methods need none."""
+    if not job.plan.needs_calibration:
+        return None
+    if not job.calib:
+        raise CalibrationError(
+            f"recipe {job.recipe.name} needs calibration text; give --calib FILE (JSONL, rows like "
+            "the requests the model will get), or use --method rtn"
+        )
+    return load_calibration(job.calib, job.source.tokenizer(), job.recipe.calibration)
+
+
+def carry_out(
+    job: Job,
+    calibration: Calibration | None = None,
+    *,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+) -> RunReport:
+    """Calibrate (unless windows are given), quantize, seal, write the reports beside it."""
+    windows = calibration if calibration is not None else calibrate(job)
+    check_disk(job)
+    report = run(
+        job.source,
+        job.plan,
+        job.recipe,
+        windows,
+        job.out,
+        device=job.device,
+        progress=progress,
+        overwrite=overwrite,
+        resume=resume,
+    )
+    files = {
+        "report.json": report_json(report),
+        "report.md": report_markdown(report),
+        "README.md": model_card(report, job.recipe.text),
+    }
+    write_reports(files, Path(report.artifact))
+    return report
+
+
+def check_disk(job: Job) -> None:
+    """PipelineError when the artifact cannot fit, counting what an interrupted run left."""
+    written = sum(p.stat().st_size for p in _partial(job.out).rglob("*") if p.is_file())
+    free, needed = free_disk_bytes(job.out), job.cost.artifact_bytes - written
+    if free < needed:
+        raise PipelineError(
+            f"{job.out}: the artifact needs {needed / 1e9:.2f} GB more and the disk has "
+            f"{free / 1e9:.2f} GB free; make room or name another place with --out"
+        )
+
+
+def load_recipe(recipe: PathLike, overrides: Mapping[str, Any]) -> Recipe:
+    """The recipe, found where given or among the shipped ones, with `overrides` applied."""
+    loaded = Recipe.load(find_input(recipe, "recipes", RecipeError))
+    sections = {**dict.fromkeys(CalibrationSettings.model_fields, "calibration.")}
+    changes = {f"{sections.get(key, '')}{key}": value for key, value in overrides.items()}
+    return loaded.with_overrides(changes)
+
+
+def find_input(name: PathLike, kind: Kind, error: type[QuantError]) -> Path:
+    """`resolve_input`, with a missing file as one of our errors."""
+    try:
+        return resolve_input(str(name), kind)
+    except FileNotFoundError as missing:
+        raise error(str(missing)) from missing
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def _calibration_files(calib: PathLike | Sequence[PathLike] | None) -> tuple[Path, ...]:
+    if calib is None:
+        return ()
+    names = [calib] if isinstance(calib, str | Path) else calib
+    return tuple(find_input(name, "calib_data", CalibrationError) for name in names)
+
+
+def _recipe_model(recipe: Recipe) -> str:
+    """The recipe's `model:`; a relative path counts from the recipe's folder when it is there."""
+    if recipe.model is None:
+        raise RecipeError("no model: give --model MODEL, or `model:` in the recipe")
+    beside = Path(recipe.where().rpartition(":")[0]).parent / recipe.model
+    return str(beside) if beside.exists() else recipe.model
+
+
+def _model_name(source: Source) -> str:
+    path = source.path.resolve()
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def _notes(plan: Plan, calib: Sequence[Path], cost: Estimate, device: str) -> list[str]:
+    notes = []
+    if calib and not plan.needs_calibration:
+        notes.append("this recipe needs no calibration; --calib is not used")
+    if plan.needs_calibration and not calib:
+        notes.append("this recipe needs calibration text: give --calib FILE to run it")
+    if (free := free_memory_bytes()) < cost.peak_memory_bytes:
+        notes.append(
+            f"about {cost.peak_memory_bytes / 1e9:.1f} GB of memory are needed and "
+            f"{free / 1e9:.1f} GB are free; use fewer --samples or shorter --max-tokens"
+        )
+    return notes

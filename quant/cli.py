@@ -1,0 +1,361 @@
+"""The `quantize` command. Parses, calls `quant.api`, prints; decides nothing.
+
+Heavy libraries are imported inside the commands, so that `--help` answers at once. Exit codes:
+0 done, 1 `verify` found problems, 2 bad input or usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from quant.artifact.errors import ArtifactError
+from quant.errors import QuantError
+
+if TYPE_CHECKING:
+    from quant.api import Job
+
+EXIT_PROBLEMS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+# Click's UsageError, whichever click this typer brings.
+USAGE_ERROR: Any = typer.BadParameter.__base__
+
+HELP = """
+Make a small model out of a checkpoint: RECIPE says how, CALIB shows what it will be used for.
+
+The result is an artifact: a directory that `evaluate` judges and `runtime serve` runs.
+One layer is in memory at a time. After an interruption the same command goes on.
+
+[bold]Examples[/bold]
+
+  [cyan]quantize --recipe w4a16.yaml --calib contracts.jsonl --model ./my-model[/cyan]
+    4-bit weights by GPTQ, into ./my-model-w4a16
+
+  [cyan]quantize plan --recipe mixed.yaml --model model.gguf[/cyan]
+    what would become of every module, with size, memory and time; writes nothing
+
+  [cyan]quantize --recipe w4a16.yaml --calib a.jsonl --calib b.jsonl --samples 512 --out art[/cyan]
+    two calibration files, 512 windows
+
+  [cyan]quantize convert model.gguf --out dense[/cyan]
+    the same weights as an artifact, nothing quantized
+"""
+EPILOG = """
+RECIPE and CALIB are looked up where given, then among the shipped ones:
+w4a16.yaml w8a8.yaml fp8.yaml mixed.yaml none.yaml;
+contracts.jsonl service.jsonl code.jsonl.
+MODEL is a Hugging Face directory, a hub id, or a GGUF file.
+Exit codes: 0 done, 1 verify found problems, 2 bad input or usage, 130 interrupted.
+"""
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Checkpoint: directory, hub id or GGUF file.",
+                 show_default="the recipe's model:"),
+]  # fmt: skip
+RecipeFile = Annotated[
+    str | None, typer.Option("--recipe", "-r", help="How to quantize (YAML).", metavar="FILE")
+]
+Calib = Annotated[
+    list[str] | None,
+    typer.Option("--calib", "-c", metavar="FILE",
+                 help="Calibration rows (JSONL of text, messages, or prompt + completion). "
+                 "Repeatable."),
+]  # fmt: skip
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="Artifact directory.", show_default="./NAME-RECIPE"),
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Refuse group sizes that do not divide a module's columns.")
+]
+Samples = Annotated[
+    int | None, typer.Option(help="Calibration windows.", rich_help_panel="Over the recipe")
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Tokens per window.", rich_help_panel="Over the recipe")
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Which rows and windows are drawn.", rich_help_panel="Over the recipe"),
+]
+GroupSize = Annotated[
+    str | None,
+    typer.Option(metavar="32|64|128|channel", help="Columns that share a scale.",
+                 rich_help_panel="Over the recipe"),
+]  # fmt: skip
+Method = Annotated[
+    str | None,
+    typer.Option(metavar="none|rtn|gptq", help="How codes are chosen.",
+                 rich_help_panel="Over the recipe"),
+]  # fmt: skip
+DType = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="auto|float32|float16|bfloat16",
+                 help="Type of scales and dense tensors.", rich_help_panel="Over the recipe"),
+]  # fmt: skip
+Device = Annotated[str, typer.Option(help="Where layers are computed: cpu, cuda, cuda:1.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads. Part of what fixes the exact bytes.",
+                             show_default="torch's own"),
+]  # fmt: skip
+EveryModule = Annotated[
+    bool, typer.Option("--all", help="One line per module instead of one per kind.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact at --out.")]
+NoResume = Annotated[
+    bool, typer.Option("--no-resume", help="Start over instead of continuing an interrupted run.")
+]
+ArtifactDir = Annotated[Path, typer.Argument(metavar="ART", help="Artifact directory.")]
+
+app = typer.Typer(
+    name="quantize",
+    help=HELP,
+    epilog=EPILOG,
+    rich_markup_mode="rich",
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out_console = Console(highlight=False)
+err_console = Console(stderr=True, highlight=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            number = version("weighbridge")
+        except PackageNotFoundError:
+            number = "(not installed)"
+        typer.echo(f"quantize, weighbridge {number}")
+        raise typer.Exit
+
+
+@app.callback()
+def quantize_command(
+    context: typer.Context,
+    recipe: RecipeFile = None,
+    calib: Calib = None,
+    model: Model = None,
+    out: Out = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and its cost; write nothing.")
+    ] = False,
+    strict: Strict = False,
+    overwrite: Overwrite = False,
+    no_resume: NoResume = False,
+    device: Device = "cpu",
+    threads: Threads = None,
+    samples: Samples = None,
+    max_tokens: MaxTokens = None,
+    seed: Seed = None,
+    group_size: GroupSize = None,
+    method: Method = None,
+    dtype: DType = None,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is not None:
+        _refuse_misplaced(context)
+        return
+    if recipe is None:
+        if len(sys.argv) < 2:
+            typer.echo(context.get_help())
+            raise typer.Exit
+        raise USAGE_ERROR("give --recipe FILE (shipped: w4a16.yaml, w8a8.yaml, fp8.yaml, ...)")
+    changes = _changes(samples, max_tokens, seed, group_size, method, dtype)
+    job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
+    _show_plan(job, every_module=False)
+    if not dry_run:
+        _carry_out(job, overwrite=overwrite, resume=not no_resume)
+
+
+@app.command("plan")
+def plan_command(
+    recipe: Annotated[str, typer.Option("--recipe", "-r", metavar="FILE", help="Recipe (YAML).")],
+    model: Model = None,
+    strict: Strict = False,
+    every_module: EveryModule = False,
+    device: Device = "cpu",
+    threads: Threads = None,
+    samples: Samples = None,
+    max_tokens: MaxTokens = None,
+    group_size: GroupSize = None,
+    method: Method = None,
+    dtype: DType = None,
+) -> None:
+    """Print what would become of every module, and what it would cost. Writes nothing."""
+    changes = _changes(samples, max_tokens, None, group_size, method, dtype)
+    job = _prepare(model, recipe, None, None, strict, device, threads, changes)
+    _show_plan(job, every_module=every_module)
+
+
+@app.command("convert")
+def convert_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory, hub id or GGUF file.")],
+    out: Out = None,
+    dtype: DType = None,
+    overwrite: Overwrite = False,
+    no_resume: NoResume = False,
+) -> None:
+    """Make an artifact of the weights as they are: nothing is quantized.
+
+    The runtime runs artifacts only; this is how a plain checkpoint or GGUF becomes one.
+    """
+    changes = _changes(None, None, None, None, None, dtype)
+    job = _prepare(model, "none.yaml", None, out, False, "cpu", None, changes)
+    _carry_out(job, overwrite=overwrite, resume=not no_resume)
+
+
+@app.command("inspect")
+def inspect_command(artifact: ArtifactDir) -> None:
+    """Show what an artifact holds: schemes, sizes, origin, verdict."""
+    from quant.artifact.artifact import open_artifact
+    from quant.artifact.summary import inspect
+    from quant.inspect_table import render_inspection
+
+    out_console.print(render_inspection(inspect(open_artifact(artifact))))
+
+
+@app.command("verify")
+def verify_command(artifact: ArtifactDir) -> None:
+    """Hash every byte of an artifact and list everything that is wrong (exit 1 if anything is)."""
+    from quant.artifact.artifact import verify
+
+    problems = verify(artifact)
+    for problem in problems:
+        out_console.print(f"problem: {problem}", soft_wrap=True, markup=False)
+    if problems:
+        out_console.print(
+            f"{artifact}: {len(problems)} problems; do not use this copy", markup=False
+        )
+        raise typer.Exit(EXIT_PROBLEMS)
+    out_console.print(f"{artifact}: every byte is as it was sealed", markup=False)
+
+
+def _changes(
+    samples: int | None,
+    max_tokens: int | None,
+    seed: int | None,
+    group_size: str | None,
+    method: str | None,
+    dtype: str | None,
+) -> dict[str, Any]:
+    size = int(group_size) if group_size and group_size.isdecimal() else group_size
+    return {
+        "samples": samples,
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "group_size": size,
+        "method": method,
+        "dtype": dtype,
+    }
+
+
+def _refuse_misplaced(context: typer.Context) -> None:
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in context.params.items()
+        if value not in (None, False, [], ()) and name != "device"
+    ]
+    if given:
+        raise USAGE_ERROR(
+            f"{given[0]} stands before {context.invoked_subcommand!r}; options of a subcommand "
+            f"come after it: quantize {context.invoked_subcommand} {given[0]} ..."
+        )
+
+
+def _prepare(
+    model: str | None,
+    recipe: str,
+    calib: Sequence[str] | None,
+    out: Path | None,
+    strict: bool,
+    device: str,
+    threads: int | None,
+    changes: dict[str, Any],
+) -> Job:
+    with err_console.status("reading the model"):
+        _quiet_libraries()
+        from quant.api import prepare
+
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        return prepare(
+            model, recipe, calib or None, out, strict=strict, device=device, overrides=changes
+        )
+
+
+def _quiet_libraries() -> None:
+    """Progress bars and advice of transformers would tear ours apart."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _show_plan(job: Job, *, every_module: bool) -> None:
+    from quant.plan_table import render_plan
+
+    out_console.rule(f"plan: {job.source.path.name} -> {job.recipe.name}", align="left")
+    table = render_plan(job.plan, job.cost, tokens=job.tokens, every_module=every_module)
+    out_console.print(table)
+    for note in job.notes:
+        out_console.print(f"note: {note}", style="yellow", markup=False)
+
+
+def _carry_out(job: Job, *, overwrite: bool, resume: bool) -> None:
+    from quant.api import calibrate, carry_out
+    from quant.progress import make_progress
+    from quant.report_render import coverage_line, render_summary
+
+    calibration = None
+    if job.plan.needs_calibration:
+        with err_console.status("reading calibration rows"):
+            calibration = calibrate(job)
+        assert calibration is not None
+        err_console.print(f"calibrating on {coverage_line(calibration.coverage)}")
+    progress = make_progress(err_console)
+    try:
+        report = carry_out(job, calibration, progress=progress, overwrite=overwrite, resume=resume)
+    finally:
+        progress.stop()
+    out_console.rule(f"done: {report.artifact}", align="left")
+    out_console.print(render_summary(report))
+    out_console.print(_next_steps(job.out), markup=False, highlight=False)
+
+
+def _next_steps(out: Path) -> str:
+    return f"\nreport    {out}/report.md\nnext      evaluate {out}\n          runtime serve {out}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; turns errors into one line and an exit code."""
+    try:
+        code = app(args=arguments, standalone_mode=False, prog_name="quantize") or 0
+    except USAGE_ERROR as error:
+        sys.exit(_fail(f"{error.format_message()} (quantize --help shows every option)"))
+    except (QuantError, ArtifactError) as error:
+        sys.exit(_fail(str(error)))
+    except MemoryError:
+        sys.exit(_fail("out of memory; use fewer --samples or shorter --max-tokens"))
+    if code == EXIT_INTERRUPTED:  # typer's answer to Ctrl-C
+        _fail("interrupted; finished layers are kept, and the same command goes on from there")
+    sys.exit(code)
+
+
+def _fail(message: str) -> int:
+    err_console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    return EXIT_BAD_INPUT

@@ -1,0 +1,67 @@
+"""`quantize inspect` for the terminal: the artifact's summary as a few lines and a table."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from quant.artifact.summary import InspectSummary
+from quant.plan_table import size
+
+
+def render_inspection(summary: InspectSummary) -> Group:
+    """Everything `inspect` knows; fits 100 columns."""
+    return Group(_facts(summary), Text(), _schemes(summary))
+
+
+def _facts(summary: InspectSummary) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, text in _lines(summary):
+        grid.add_row(name, Text(text))
+    return grid
+
+
+def _lines(summary: InspectSummary) -> list[tuple[str, str]]:
+    calibration = f"; calibration {summary.calibration}"
+    return [
+        ("artifact", f"{summary.name}, format {summary.format_version}"),
+        (
+            "model",
+            f"{summary.architecture} from {summary.source}, stored as {summary.source_dtype}",
+        ),
+        ("recipe", f"{summary.recipe_name}, {' + '.join(summary.methods)}{calibration}"),
+        ("size", f"{size(summary.total_bytes)}, {summary.bits_per_weight:.2f} bits per weight"),
+        ("KV cache", summary.kv_cache),
+        ("probe", summary.probe),
+        ("verdict", _verdict(summary)),
+        ("digest", summary.digest),
+        ("made with", ", ".join(f"{name} {value}" for name, value in summary.tools)),
+    ]
+
+
+def _verdict(summary: InspectSummary) -> str:
+    if summary.stamp is None:
+        return "none yet: run `evaluate` on it"
+    stamp = summary.stamp
+    return f"{stamp.verdict} on {stamp.judged_at:.10} against {stamp.base}; {stamp.summary}"
+
+
+def _schemes(summary: InspectSummary) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    table.add_column("scheme")
+    for name in ("modules", "weights", "size", "bits per weight"):
+        table.add_column(name, justify="right")
+    for scheme in summary.schemes:
+        table.add_row(
+            scheme.label,
+            str(scheme.num_modules),
+            f"{scheme.num_weights:,}",
+            size(scheme.num_bytes),
+            f"{scheme.bits_per_weight:.2f}",
+        )
+    table.add_row("embeddings, norms, biases", "", "", size(summary.other_bytes), "", style="dim")
+    return table

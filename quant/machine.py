@@ -1,0 +1,42 @@
+"""What this machine can do: arithmetic speed, free memory, free disk. Measured, never assumed."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+_SIZE = 1024
+_MIN_SECONDS = 0.05
+
+
+def measured_flops(device: str) -> float:
+    """Floating-point operations per second of a float32 matrix product on `device`."""
+    matrix = torch.ones(_SIZE, _SIZE, device=device)
+    matrix @ matrix  # the first product also pays for start-up
+    _wait(device)
+    products, started = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - started) < _MIN_SECONDS:
+        matrix @ matrix
+        _wait(device)
+        products += 1
+    return 2 * _SIZE**3 * products / seconds
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_memory_bytes() -> int:
+    """Memory that this process could still take without swapping."""
+    return int(psutil.virtual_memory().available)
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Free space where `path` lies or, when it does not exist yet, would lie."""
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return shutil.disk_usage(existing).free

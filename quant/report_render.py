@@ -1,0 +1,246 @@
+"""A run report for people: the terminal summary, report.md and the model card README.md.
+
+The same figures three times, computed in `quant.report`; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from quant.coverage import Coverage
+from quant.plan import join_layers
+from quant.plan_table import duration, size
+from quant.report import ModuleResult, RunReport, by_kind
+
+Rows = list[tuple[str, ...]]
+_KIND_HEADER = ("modules", "scheme", "method", "count", "error mean", "error max", "size")
+_WORST_HEADER = ("module", "scheme", "method", "error", "note")
+
+
+def render_summary(report: RunReport) -> Group:
+    """What to print when a run is done; fits 100 columns."""
+    parts: list[RenderableType] = [_facts(report)]
+    if report.quantized:
+        parts += [Text(), _table(_KIND_HEADER, kind_rows(report))]
+        parts += [Text(), Text("largest errors", style="bold"), *_worst(report)]
+    parts += [Text(f"warning: {w}", style="yellow") for w in report.all_warnings()]
+    return Group(*parts)
+
+
+def report_markdown(report: RunReport) -> str:
+    """report.md."""
+    lines = [f"# {_title(report)}", "", *_bullets(facts(report)), ""]
+    if report.quantized:
+        lines += ["## Error by kind of module", "", error_meaning(report), ""]
+        lines += [*_pipe_table(_KIND_HEADER, kind_rows(report)), ""]
+        lines += ["## Largest errors", "", *_pipe_table(_WORST_HEADER, worst_rows(report)), ""]
+    if report.fallbacks:
+        lines += ["## Fell back", "", *_bullets(fallback_rows(report)), ""]
+    if report.coverage is not None:
+        lines += ["## Calibration", "", *_coverage_tables(report.coverage), ""]
+    warnings = list(report.all_warnings())
+    if warnings:
+        lines += ["## Warnings", "", *(f"- {warning}" for warning in warnings), ""]
+    return "\n".join(lines)
+
+
+def model_card(report: RunReport, recipe_text: str) -> str:
+    """README.md of the artifact."""
+    return "\n".join(
+        [
+            f"# {_title(report)}",
+            "",
+            f"{report.architecture}, made from `{report.model}` with the recipe "
+            f"`{report.recipe}`. The weights are stored in the compressed-tensors layout, so "
+            "engines that read that format can load this directory.",
+            "",
+            *_bullets(facts(report)),
+            "",
+            "Whether it is good enough is not said here: run `evaluate` on this directory. Its "
+            "verdict is written to `gate.json`, next to this file.",
+            "",
+            "```",
+            f"evaluate {report.artifact}",
+            f"runtime serve {report.artifact}",
+            "```",
+            "",
+            "The licence and intended use are those of the original model.",
+            "",
+            "## Recipe",
+            "",
+            "```yaml",
+            recipe_text.rstrip(),
+            "```",
+            "",
+            "Per-module errors and calibration coverage: `report.md` and `report.json`.",
+            "",
+        ]
+    )
+
+
+def facts(report: RunReport) -> list[tuple[str, str]]:
+    """The run in a few named lines."""
+    found = [("model", f"{report.model} ({report.architecture})"), ("recipe", report.recipe)]
+    found.append(("size", _size(report)))
+    if report.quantized:
+        count = f"{len(report.quantized)} of {len(report.modules)} linear modules"
+        found.append(("quantized", f"{count}, {report.bits_per_weight():.2f} bits per weight"))
+    if report.coverage is not None:
+        found.append(("calibration", coverage_line(report.coverage)))
+    found.append(("time", _time(report)))
+    found.append(("memory", f"{size(report.peak_memory_bytes)} at the peak"))
+    if report.fallbacks:
+        found.append(("fell back", f"{len(report.fallbacks)} modules, listed in report.md"))
+    return found
+
+
+def coverage_line(coverage: Coverage) -> str:
+    """`16 samples, 16,384 tokens from 12 of 40 rows (3 blank, 1 duplicate)`."""
+    dropped = [
+        f"{count:,} {word}"
+        for count, word in (
+            (coverage.blank, "blank"),
+            (coverage.duplicates, "duplicate"),
+            (coverage.not_drawn, "not needed"),
+            (coverage.windowed, "cut into windows"),
+        )
+        if count
+    ]
+    more = f" ({', '.join(dropped)})" if dropped else ""
+    return (
+        f"{coverage.samples:,} samples, {coverage.tokens:,} tokens from {coverage.used:,} of "
+        f"{coverage.rows:,} rows{more}"
+    )
+
+
+def error_meaning(report: RunReport) -> str:
+    """What the error columns measure."""
+    bases = {m.error_of for m in report.modules if m.rel_error is not None}
+    if bases == {"outputs"}:
+        return "Error: relative change of a module's outputs on the calibration tokens."
+    if bases == {"weights"}:
+        return "Error: relative change of a module's weight (no calibration tokens were given)."
+    return "Error: relative change of a module's outputs, or of its weight where it saw no tokens."
+
+
+def kind_rows(report: RunReport) -> Rows:
+    """One row per kind of quantized module and scheme."""
+    return [_kind_row(name, kind) for (name, _), kind in by_kind(report.quantized).items()]
+
+
+def _kind_row(name: str, kind: Sequence[ModuleResult]) -> tuple[str, ...]:
+    errors = [m.rel_error for m in kind if m.rel_error is not None]
+    mean = f"{sum(errors) / len(errors):.2%}" if errors else "-"
+    methods = sorted({m.method for m in kind})
+    return (
+        name,
+        kind[0].scheme,
+        "+".join(methods),
+        str(len(kind)),
+        mean,
+        f"{max(errors):.2%}" if errors else "-",
+        size(sum(m.bytes for m in kind)),
+    )
+
+
+def worst_rows(report: RunReport) -> Rows:
+    """The five modules with the largest error."""
+    return [
+        (m.module, m.scheme, m.method, f"{m.rel_error or 0:.2%}", m.fallback or m.note)
+        for m in report.worst()
+    ]
+
+
+def fallback_rows(report: RunReport) -> list[tuple[str, str]]:
+    """Modules that fell back, joined over layers, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for m in report.fallbacks:
+        reasons.setdefault(f"{m.fallback} (made with {m.method})", []).append(m.module)
+    return [(", ".join(join_layers(names)), reason) for reason, names in reasons.items()]
+
+
+def _title(report: RunReport) -> str:
+    return report.artifact.rstrip("/").rpartition("/")[2]
+
+
+def _size(report: RunReport) -> str:
+    before, after = report.source_bytes, report.artifact_bytes
+    change = f" ({before / after:.2f}x smaller)" if after < before else ""
+    return f"{size(before)} -> {size(after)}{change}"
+
+
+def _time(report: RunReport) -> str:
+    stages = ", ".join(f"{name} {duration(s)}" for name, s in report.seconds.items())
+    resumed = f"; {report.resumed_layers} layers resumed" if report.resumed_layers else ""
+    device = f"{report.device}, {report.threads} threads"
+    return f"{duration(report.total_seconds)} ({stages}) on {device}{resumed}"
+
+
+def _facts(report: RunReport) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, text in facts(report):
+        grid.add_row(name, Text(text))
+    return grid
+
+
+def _worst(report: RunReport) -> Iterator[RenderableType]:
+    yield _table(_WORST_HEADER, worst_rows(report), num_left=3)
+    yield Text(error_meaning(report), style="dim")
+    for names, reason in fallback_rows(report):
+        yield Text(f"fell back: {names}: {reason}", style="yellow")
+
+
+def _table(header: Sequence[str], rows: Rows, num_left: int = 3) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for index, name in enumerate(header):
+        right = index >= num_left and name != "note"
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _bullets(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    return [f"- **{name}**: {text}" for name, text in pairs]
+
+
+def _pipe_table(header: Sequence[str], rows: Rows) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+def _coverage_tables(coverage: Coverage) -> Iterator[str]:
+    yield from _bullets(_coverage_facts(coverage))
+    yield ""
+    sources: Rows = [
+        (name, f"{s.rows:,}", f"{s.used:,}", f"{s.samples:,}", f"{s.tokens:,}")
+        for name, s in coverage.by_source.items()
+    ]
+    yield from _pipe_table(("source", "rows", "used", "samples", "tokens"), sources)
+    yield ""
+    lengths: Rows = [
+        (f"up to {bound:,}" if bound else "longer", str(count))
+        for bound, count in coverage.length_histogram.items()
+    ]
+    yield from _pipe_table(("tokens", "samples"), lengths)
+
+
+def _coverage_facts(coverage: Coverage) -> list[tuple[str, str]]:
+    langs = ", ".join(f"{lang} {count}" for lang, count in coverage.by_lang.items())
+    ignored = ", ".join(f"{key} ({count} rows)" for key, count in coverage.ignored_keys.items())
+    found = [
+        ("used", coverage_line(coverage)),
+        ("files", ", ".join(coverage.files)),
+        ("samples by language", langs),
+        ("tokens from the chat template", f"{coverage.template_share:.0%}"),
+        ("tokens in tails too short to keep", f"{coverage.tail_tokens:,}"),
+        ("keys ignored", ignored),
+    ]
+    return [(name, text) for name, text in found if text]
