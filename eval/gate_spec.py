@@ -101,7 +101,9 @@ class GateSpec(BaseModel):
     @model_validator(mode="after")
     def _something_required(self) -> GateSpec:
         if not any(rule.required for rule in self.metrics.values()):
-            raise ValueError("no metric is required, so nothing would have to be shown: require one")
+            raise ValueError(
+                "no metric is required, so nothing would have to be shown: require one"
+            )
         return self
 
 

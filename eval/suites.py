@@ -174,6 +174,8 @@ def _check_gold(schema: dict[str, Any], gold: dict[str, Any]) -> None:
         validator.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"the JSON Schema is not valid: {error.message}") from error
-    broken = next(validator(schema, format_checker=validator.FORMAT_CHECKER).iter_errors(gold), None)
+    broken = next(
+        validator(schema, format_checker=validator.FORMAT_CHECKER).iter_errors(gold), None
+    )
     if broken is not None:
         raise ValueError(f"gold breaks its own schema: {broken.message}")

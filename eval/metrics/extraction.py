@@ -136,7 +136,9 @@ def _fields(item: ExtractionItem, value: Any) -> dict[str, Any]:
     expected = {k: v for k, v in gold.items() if v is not None}
     claimed = {k: v for k, v in given.items() if not _is_empty(v)}
     hits = {k for k, v in expected.items() if k in claimed and _same(claimed[k], v)}
-    wrong = tuple(k for k in {**gold, **claimed} if k not in hits and (k in expected or k in claimed))
+    wrong = tuple(
+        k for k in {**gold, **claimed} if k not in hits and (k in expected or k in claimed)
+    )
     return {
         "num_expected": len(expected),
         "num_present": sum(k in claimed for k in expected),

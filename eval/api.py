@@ -1,0 +1,131 @@
+"""The Python door: `evaluate(artifact)` does what the command does and returns the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval import report, stamping
+from eval.cache import default_directory
+from eval.errors import EvaluationError, UsageError
+from eval.evaluation import Evaluation
+from eval.gate import Verdict
+from eval.progress import Progress, Silent
+from eval.runner import Job, weigh
+from eval.workload import Amounts
+from quant.artifact.errors import ArtifactError
+from quant.artifact.shipped import resolve_input, shipped_dir
+from runtime.config import ConfigError, DType, EngineConfig, KVCacheDType
+from runtime.text import TextError
+
+DEFAULT_GATES = "gates/default.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A finished evaluation and where its files lie. `stamp` is None when none was asked for."""
+
+    evaluation: Evaluation
+    markdown: Path
+    json: Path
+    stamp: Path | None
+
+
+def evaluate(
+    artifact: str | Path,
+    base: str | None = None,
+    gates: str | Path | None = None,
+    *,
+    suite: str | Path | None = None,
+    items: int = Amounts.num_items,
+    windows: int = Amounts.num_windows,
+    window_tokens: int = Amounts.window_tokens,
+    seed: int = 0,
+    out: str | Path | None = None,
+    device: str = "auto",
+    dtype: DType = "auto",
+    kv_cache_dtype: KVCacheDType = "auto",
+    threads: int | None = None,
+    stamp: bool = True,
+    cache: str | Path | None = None,
+) -> Verdict:
+    """Judge an artifact against its base; write the report and the stamp.
+
+    Args:
+        artifact: the artifact's directory.
+        base: model directory, GGUF file or hub id; None takes the path in artifact.json.
+        gates: a gates file, looked up where given and then among the shipped recipes.
+        suite: a directory with text.jsonl and extraction.jsonl; None takes the shipped gate half.
+        items, windows, window_tokens, seed: how much of the suite is used, and which part.
+        out: where report.md and report.json go; None puts them into ARTIFACT-evaluation.
+        device, dtype, kv_cache_dtype, threads: how the engine computes (EngineConfig's meaning).
+        stamp: write gate.json into the artifact.
+        cache: where the base's answers are kept; None takes the default folder.
+
+    Returns the verdict; `verdict.exit_code` is the command's.
+
+    Raises:
+        UsageError: something given is wrong. EvaluationError: the artifact could not be judged.
+    """
+    job = make_job(
+        artifact,
+        base,
+        gates,
+        suite=suite,
+        amounts=Amounts(
+            num_windows=windows, window_tokens=window_tokens, num_items=items, seed=seed
+        ),
+        engine=EngineConfig(
+            device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=threads
+        ),
+        cache=cache,
+    )
+    return run(job, out=None if out is None else Path(out), stamp=stamp).evaluation.verdict
+
+
+def make_job(
+    artifact: str | Path,
+    base: str | None,
+    gates: str | Path | None,
+    *,
+    suite: str | Path | None,
+    amounts: Amounts,
+    engine: EngineConfig,
+    cache: str | Path | None = None,
+) -> Job:
+    """Resolve what was said into a Job: shipped defaults filled in, amounts checked."""
+    for name, number, least in (
+        ("items", amounts.num_items, 1),
+        ("windows", amounts.num_windows, 1),
+        ("window-tokens", amounts.window_tokens, 16),
+    ):
+        if number < least:
+            raise UsageError(f"--{name} is {number}; expected at least {least}")
+    try:
+        gates_path = resolve_input(str(gates or DEFAULT_GATES), "recipes")
+        suite_path = Path(suite) if suite else shipped_dir("calib_data") / "gate"
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from error
+    return Job(
+        artifact=Path(artifact),
+        base=base,
+        gates=gates_path,
+        suite=suite_path,
+        amounts=amounts,
+        engine=engine,
+        cache=Path(cache) if cache else default_directory(),
+    )
+
+
+def run(job: Job, *, out: Path | None, stamp: bool, progress: Progress | None = None) -> Written:
+    """Weigh, then write: the report first, the stamp last. Nothing is written when it fails."""
+    try:
+        evaluation = weigh(job, progress or Silent())
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    except (ArtifactError, TextError) as error:
+        raise EvaluationError(str(error)) from error
+    folder = out or job.artifact.resolve().with_name(f"{job.artifact.resolve().name}-evaluation")
+    markdown, as_json = report.write_report(evaluation, folder)
+    stamped = stamping.write(evaluation) if stamp else None
+    return Written(evaluation=evaluation, markdown=markdown, json=as_json, stamp=stamped)

@@ -1,0 +1,82 @@
+"""Cache: what a base model said, by digest, so that a second evaluation need not ask it again.
+
+Entries are small files named by the sha256 of everything that decides their content. They are
+written atomically; one that cannot be read is a miss. Deleting the folder loses only time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+_VARIABLE = "WEIGHBRIDGE_CACHE"
+
+
+def default_directory() -> Path:
+    """$WEIGHBRIDGE_CACHE, else ~/.cache/weighbridge (or under $XDG_CACHE_HOME)."""
+    if given := os.environ.get(_VARIABLE):
+        return Path(given).expanduser()
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "weighbridge"
+
+
+class Cache:
+    """A folder of entries. `None` as directory keeps nothing."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory and directory / "eval"
+
+    def json(self, key: list[Any]) -> Any | None:
+        """The JSON value stored under `key`, None when there is none."""
+        path = self._path(key, "json")
+        if path is None or not path.is_file():
+            return None
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def put_json(self, key: list[Any], value: Any) -> None:
+        """Store a JSON value."""
+        self._write(self._path(key, "json"), json.dumps(value).encode())
+
+    def tensor(self, key: list[Any]) -> torch.Tensor | None:
+        """The tensor stored under `key`, None when there is none."""
+        path = self._path(key, "safetensors")
+        if path is None or not path.is_file():
+            return None
+        try:
+            return load_file(path)["value"]
+        except (OSError, SafetensorError, KeyError):
+            return None
+
+    def put_tensor(self, key: list[Any], value: torch.Tensor) -> None:
+        """Store a tensor."""
+        path = self._path(key, "safetensors")
+        if path is not None:
+            self._write(path, save({"value": value.detach().cpu().contiguous()}))
+
+    def _path(self, key: list[Any], suffix: str) -> Path | None:
+        if self._directory is None:
+            return None
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+        return self._directory / name[:2] / f"{name}.{suffix}"
+
+    def _write(self, path: Path | None, data: bytes) -> None:
+        """Best effort: a cache that cannot be written costs time, not the evaluation."""
+        if path is None:
+            return
+        staged = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            staged.write_bytes(data)
+            staged.replace(path)
+        except OSError:
+            staged.unlink(missing_ok=True)

@@ -1,0 +1,222 @@
+"""`evaluate`: the acceptance gate on the command line. Parses and shows; `eval.api` does the work."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
+
+from eval.errors import EvaluationError
+
+DEFAULT_COMMAND = "judge"
+
+
+class Device(StrEnum):
+    """Where the candidate and the base are computed."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class ComputeType(StrEnum):
+    """The engine's compute type."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class KVType(StrEnum):
+    """The engine's KV cache type."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    fp8 = "fp8"
+
+
+class ArtifactFirst(TyperGroup):
+    """`evaluate ART ...` without a verb judges ART; a subcommand wins over a directory so named."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if not args or args[0] not in self.commands:
+            args = [DEFAULT_COMMAND, *(args or ["--help"])]
+        return super().parse_args(ctx, args)
+
+
+class Unnamed(TyperCommand):
+    """The command that needs no name: its usage line is the program's."""
+
+    def get_usage(self, ctx: typer.Context) -> str:  # type: ignore[override]
+        """`Usage: evaluate [OPTIONS] ART`."""
+        return super().get_usage(ctx).replace(f" {DEFAULT_COMMAND} ", " ", 1)
+
+
+app = typer.Typer(
+    cls=ArtifactFirst,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Weigh an artifact against the model it was made from."""
+
+
+HELP = (
+    "Weigh an artifact against the model it was made from, and stamp the verdict.\n\n"
+    "Both models read the same held-out text (perplexity, KL divergence, top-1 agreement) and "
+    "answer the same extraction prompts (JSON validity, schema validity, field correctness). The "
+    "base is computed by transformers in float32, the artifact by the engine that will serve it. "
+    "Every metric is judged with its interval: [green]accepted[/] means the loss is shown to be "
+    "within the limits, [red]rejected[/] that it is not, [yellow]inconclusive[/] that there is too "
+    "little evidence to tell."
+)
+EPILOG = (
+    "[bold]Exit codes:[/] 0 accepted, 1 rejected, 2 wrong usage, 3 inconclusive (the report says "
+    "how many items would decide), 4 could not judge (damaged artifact, base that does not fit, "
+    "NaN, nothing scored).\n\n"
+    "[bold]Environment:[/] WEIGHBRIDGE_CACHE is the folder for the base's answers and hidden "
+    "states (default ~/.cache/weighbridge). They are kept by digest, so judging a second artifact "
+    "of the same base is faster; deleting the folder loses only time.\n\n"
+    "[bold]Examples:[/]\n\n"
+    "evaluate smollm2-w4a16\n\n"
+    "evaluate smollm2-w4a16 --base models/smollm2 --gates strict.yaml --out report\n\n"
+    "evaluate smollm2-w4a16 --items 180 --windows 128 --threads 8"
+)
+
+
+@app.command(name=DEFAULT_COMMAND, cls=Unnamed, help=HELP, epilog=EPILOG, hidden=True)
+def judge(
+    artifact: Annotated[
+        Path, typer.Argument(metavar="ART", help="The artifact's directory, as quantize made it.")
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="The original: a model directory, a GGUF file or a hub id. "
+            "[dim]Default: the path in ART/artifact.json.[/]",
+        ),
+    ] = None,
+    gates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Metrics and limits (YAML); looked up where given, then among the shipped "
+            "recipes. [dim]Default: gates/default.yaml.[/]",
+        ),
+    ] = None,
+    suite: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Held-out data: a directory with text.jsonl and extraction.jsonl. "
+            "[dim]Default: the shipped gate half of calib_data.[/]",
+        ),
+    ] = None,
+    items: Annotated[
+        int, typer.Option(metavar="N", help="Extraction items both models answer.")
+    ] = 60,
+    windows: Annotated[
+        int, typer.Option(metavar="N", help="Windows of held-out text, over all domains.")
+    ] = 36,
+    window_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per window.")] = 256,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where report.md and report.json go. [dim]Default: ART-evaluation.[/]",
+        ),
+    ] = None,
+    device: Annotated[
+        Device,
+        typer.Option(
+            metavar="DEVICE", help="auto, cpu or cuda; auto takes CUDA when there is one."
+        ),
+    ] = Device.auto,
+    dtype: Annotated[
+        ComputeType,
+        typer.Option(
+            metavar="TYPE",
+            help="Compute type: auto, float32, bfloat16 or float16. The verdict holds for it only.",
+        ),
+    ] = ComputeType.auto,
+    kv_cache_dtype: Annotated[
+        KVType,
+        typer.Option(
+            metavar="TYPE",
+            help="KV cache: auto (follows the artifact), float32, bfloat16, float16 or fp8.",
+        ),
+    ] = KVType.auto,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="CPU threads of both models.")
+    ] = None,
+    stamp: Annotated[
+        bool,
+        typer.Option(
+            "--stamp/--no-stamp", help="Write the verdict into ART as gate.json, for the server."
+        ),
+    ] = True,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Picks the documents and items; seeds the bootstrap.")
+    ] = 0,
+) -> None:
+    """Judge one artifact; the text of --help is HELP."""
+    from eval.api import make_job, run
+    from eval.terminal import TerminalProgress, show
+    from eval.workload import Amounts
+    from runtime.config import EngineConfig
+
+    console = Console(highlight=False)
+    job = make_job(
+        artifact,
+        base,
+        gates,
+        suite=suite,
+        amounts=Amounts(
+            num_windows=windows, window_tokens=window_tokens, num_items=items, seed=seed
+        ),
+        engine=EngineConfig(
+            device=device.value,
+            dtype=dtype.value,
+            kv_cache_dtype=kv_cache_dtype.value,
+            num_threads=threads,
+        ),
+    )
+    with TerminalProgress(console) as progress:
+        written = run(job, out=out, stamp=stamp, progress=progress)
+    show(console, written)
+    raise typer.Exit(written.evaluation.verdict.exit_code)
+
+
+def main() -> None:
+    """Run the command; an error is one line on stderr and its exit code."""
+    try:
+        app()
+    except EvaluationError as error:
+        Console(stderr=True, highlight=False).print(
+            f"[bold red]error:[/] {_plain(error)}", soft_wrap=True
+        )
+        sys.exit(error.exit_code)
+
+
+def _plain(error: EvaluationError) -> str:
+    from rich.markup import escape
+
+    return escape(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Evaluation: everything one run found out, as a value. Reports and stamps are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from eval.gate import Verdict
+from eval.gate_spec import LoadedGates
+from eval.measurement import Measurement
+from eval.metrics.divergence import Ladder
+from eval.metrics.extraction import PairedItem
+from eval.stats import Sampling
+from eval.suites import Suite
+from eval.targets.base import Answer
+from eval.workload import Amounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArtifactFacts:
+    """The judged artifact. `schemes` maps a scheme's label to its number of modules."""
+
+    path: Path
+    digest: str
+    recipe: str
+    schemes: dict[str, int]
+    tools: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseFacts:
+    """The base it was held against, and how it was computed."""
+
+    name: str
+    digest: str
+    description: str
+    chat_template_sha256: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """How the candidate computed; the verdict holds for these only."""
+
+    description: str
+    device_class: str
+    compute_dtype: str
+    kv_cache_dtype: str
+    lm_head_scheme: str
+    chat_template_sha256: str | None
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """One extraction item with both answers as text and their scores."""
+
+    pair: PairedItem
+    base_text: str
+    candidate_text: str
+    base_answer: Answer
+    candidate_answer: Answer
+
+    @property
+    def divergence(self) -> int | None:
+        """Index of the first differing answer token; None when the answers are identical."""
+        base, candidate = self.base_answer.token_ids, self.candidate_answer.token_ids
+        if base == candidate:
+            return None
+        pairs = enumerate(zip(base, candidate, strict=False))
+        return next((i for i, (a, b) in pairs if a != b), min(len(base), len(candidate)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The whole run: inputs, numerics, measurements and the verdict."""
+
+    artifact: ArtifactFacts
+    base: BaseFacts
+    suite: Suite
+    gates: LoadedGates
+    amounts: Amounts
+    sampling: Sampling
+    numerics: Numerics
+    num_windows: int
+    num_documents: int
+    measurements: tuple[Measurement, ...]
+    ladder: Ladder
+    exchanges: tuple[Exchange, ...]
+    verdict: Verdict
+    notes: tuple[str, ...]
+    judged_at: datetime
+    seconds: float

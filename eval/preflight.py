@@ -1,0 +1,76 @@
+"""Preflight: what must be true of an artifact before it is worth asking it anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import yaml
+
+from eval.errors import EvaluationError, UsageError
+from eval.evaluation import ArtifactFacts
+from quant.artifact.artifact import Artifact, open_artifact
+from quant.artifact.errors import ManifestError
+from quant.artifact.manifest import MANIFEST_NAME
+
+
+def open_judgeable(path: Path) -> Artifact:
+    """Open the artifact at `path` and check that it is what its recipe set out to make.
+
+    UsageError: there is no artifact. EvaluationError: the recipe quantizes, but what lies there is
+    not quantized: float weights would pass every gate and save nothing. ArtifactError: damaged.
+    """
+    try:
+        artifact = open_artifact(path)
+    except ManifestError as error:
+        if (path / MANIFEST_NAME).is_file():
+            raise
+        raise UsageError(str(error)) from error
+    _require_quantized(artifact)
+    return artifact
+
+
+def _require_quantized(artifact: Artifact) -> None:
+    if _is_meant_dense(artifact.manifest.recipe.text):
+        return
+    schemes = artifact.schemes()
+    records = artifact.manifest.modules
+    silent = [name for name, s in schemes.items() if s.is_dense and not records[name].reason]
+    if silent or all(scheme.is_dense for scheme in schemes.values()):
+        raise EvaluationError(
+            f"{artifact.path} fell back to float: its recipe quantizes, but "
+            f"{len(silent) or len(schemes)} of {len(schemes)} linear layers are dense"
+            + (f" without a reason ({silent[0]}, ...)" if silent else "")
+            + "; prepare it again"
+        )
+
+
+def _is_meant_dense(recipe_text: str) -> bool:
+    try:
+        recipe = yaml.safe_load(recipe_text)
+    except yaml.YAMLError:
+        return False
+    return isinstance(recipe, dict) and recipe.get("method") == "none"
+
+
+def source_of(artifact: Artifact) -> str:
+    """The path of the model the artifact was made from; UsageError when it is gone."""
+    path = artifact.manifest.source.path
+    if not Path(path).expanduser().exists():
+        raise UsageError(
+            f"the base that {artifact.path} was made from, {path}, is not there any more; "
+            "pass it with --base"
+        )
+    return path
+
+
+def artifact_facts(artifact: Artifact) -> ArtifactFacts:
+    """What the report says about the artifact."""
+    manifest = artifact.manifest
+    return ArtifactFacts(
+        path=artifact.path,
+        digest=artifact.digest,
+        recipe=manifest.recipe.name or f"sha256 {manifest.recipe.sha256[:12]}",
+        schemes=dict(Counter(s.label for s in artifact.schemes().values()).most_common()),
+        tools=manifest.tools,
+    )

@@ -1,0 +1,322 @@
+"""Reports: an evaluation as report.json (versioned, every number) and report.md (to be read).
+
+Both files are made first and then moved into place, so a reader never meets half a report.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eval import wording
+from eval.errors import UsageError
+from eval.evaluation import Evaluation, Exchange
+from eval.gate import Finding
+from eval.gate_spec import METRICS
+from eval.measurement import Measurement
+from eval.metrics.extraction import ItemScore
+from eval.metrics.normalise import NORMALISATION_VERSION
+from eval.stats import mcnemar_p
+
+REPORT_VERSION = "1.0"
+JSON_NAME, MARKDOWN_NAME = "report.json", "report.md"
+UNIT = (
+    "per token of the artifact's own tokenizer; windows of one document do not overlap; every "
+    "token but a window's first (or its BOS) is scored once; perplexity = exp(total NLL / tokens)"
+)
+
+
+def write_report(evaluation: Evaluation, out: Path) -> tuple[Path, Path]:
+    """Write report.md and report.json into `out`; UsageError when the disk refuses."""
+    files = {
+        out / MARKDOWN_NAME: to_markdown(evaluation),
+        out / JSON_NAME: json.dumps(to_json(evaluation), indent=2, ensure_ascii=False) + "\n",
+    }
+    staged = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in files}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            staged[path].write_text(text, encoding="utf-8")
+        for path in files:
+            staged[path].replace(path)
+    except OSError as error:
+        for path in staged.values():
+            path.unlink(missing_ok=True)
+        raise UsageError(f"cannot write the report to {out}: {error.strerror}") from error
+    return out / MARKDOWN_NAME, out / JSON_NAME
+
+
+def to_json(evaluation: Evaluation) -> dict[str, Any]:
+    """All of it as JSON values. Infinite bounds (too few clusters) become null."""
+    e = evaluation
+    return {
+        "format_version": REPORT_VERSION,
+        "verdict": e.verdict.result,
+        "exit_code": e.verdict.exit_code,
+        "summary": wording.summary(e),
+        "judged_at": e.judged_at.isoformat(timespec="seconds"),
+        "seconds": round(e.seconds, 1),
+        "artifact": {**asdict(e.artifact), "path": str(e.artifact.path)},
+        "base": asdict(e.base),
+        "numerics": asdict(e.numerics),
+        "gates": {"path": str(e.gates.path), "sha256": e.gates.sha256},
+        "suite": {"directory": str(e.suite.directory), "sha256": e.suite.digests},
+        "method": {
+            **asdict(e.amounts),
+            **asdict(e.sampling),
+            "unit": UNIT,
+            "num_windows": e.num_windows,
+            "num_documents": e.num_documents,
+            "num_items": len(e.exchanges),
+            "normalisation_version": NORMALISATION_VERSION,
+            "decoding": "greedy",
+            "detectable": wording.detectable(e),
+        },
+        "findings": [_finding(f) for f in e.verdict.findings],
+        "measurements": {m.name: _measurement(m) for m in e.measurements},
+        "kld": _kld(e),
+        "answers": _answers(e),
+        "notes": list(e.notes),
+        "items": [_item(exchange) for exchange in e.exchanges],
+    }
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _finding(f: Finding) -> dict[str, Any]:
+    return {
+        "metric": f.name,
+        "label": METRICS[f.name].label,
+        "outcome": f.outcome,
+        "required": f.rule.required,
+        "limit": f.rule.model_dump(exclude_none=True),
+        "reason": f.reason,
+        "num_needed": f.num_needed,
+        "regression_suspected": f.alarm,
+    }
+
+
+def _measurement(m: Measurement) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "label": METRICS[m.name].label,
+        "unit": m.unit,
+        "base": _finite(m.base),
+        "candidate": _finite(m.candidate),
+        "estimate": _finite(m.estimate),
+        "lower": _finite(m.lower),
+        "upper": _finite(m.upper),
+        f"num_{m.counted}": m.num_scored,
+        "num_clusters": m.num_clusters,
+        "num_nonfinite": m.num_nonfinite,
+    }
+    if m.paired is not None:
+        row |= {"lost": m.paired.lost, "gained": m.paired.gained, "mcnemar_p": mcnemar_p(m.paired)}
+    if m.domains:
+        row["domains"] = {name: _measurement(part) for name, part in m.domains}
+    return row
+
+
+def _kld(e: Evaluation) -> dict[str, Any]:
+    ladder = e.ladder
+    return {
+        "num_tokens": ladder.num_tokens,
+        "mean": _finite(ladder.mean),
+        **{f"p{p:g}": _finite(nats) for p, nats in ladder.percentiles.items()},
+        "max": _finite(ladder.maximum),
+        **{f"share_above_{nats:g}": share for nats, share in ladder.above.items()},
+    }
+
+
+def _answers(e: Evaluation) -> dict[str, Any]:
+    """What is shown beside the gate: lenient format, truncation, length, first divergence."""
+    apart = sorted(x.divergence for x in e.exchanges if x.divergence is not None)
+    return {
+        "base": _side([x.pair.base for x in e.exchanges]),
+        "candidate": _side([x.pair.candidate for x in e.exchanges]),
+        "identical": 1 - len(apart) / len(e.exchanges),
+        "median_first_divergence": apart[len(apart) // 2] if apart else None,
+        "token_ratio": _ratio(
+            sum(len(x.candidate_answer.token_ids) for x in e.exchanges),
+            sum(len(x.base_answer.token_ids) for x in e.exchanges),
+        ),
+    }
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _side(scores: list[ItemScore]) -> dict[str, float]:
+    def share(holds: Callable[[ItemScore], bool]) -> float:
+        return sum(map(holds, scores)) / len(scores)
+
+    return {
+        "json_valid": share(lambda s: s.json_valid),
+        "json_extractable": share(lambda s: s.json_extractable),
+        "schema_valid": share(lambda s: s.schema_valid),
+        "truncated": share(lambda s: s.truncated),
+        "duplicate_keys": share(lambda s: s.has_duplicate_keys),
+        "failed": share(lambda s: s.failed),
+    }
+
+
+def _item(x: Exchange) -> dict[str, Any]:
+    return {
+        "id": x.pair.item.id,
+        "source": x.pair.item.source,
+        "lang": x.pair.item.lang,
+        "gold": x.pair.item.gold,
+        "base": {"text": x.base_text, "finish": x.base_answer.finish, **asdict(x.pair.base)},
+        "candidate": {
+            "text": x.candidate_text,
+            "finish": x.candidate_answer.finish,
+            **asdict(x.pair.candidate),
+        },
+        "first_divergence": x.divergence,
+    }
+
+
+def to_markdown(evaluation: Evaluation) -> str:
+    """The report a person reads: verdict first, provenance last."""
+    e = evaluation
+    parts = [
+        f"# {e.verdict.result.upper()}: {e.artifact.path.name}",
+        f"{wording.summary(e)}",
+        "\n".join(f"- {step}" for step in wording.next_steps(e)),
+        "## Gate",
+        _gate_table(e),
+        wording.detectable(e),
+        *[f"> {note}" for note in e.notes],
+        "## Domains",
+        _domain_table(e),
+        "## Divergence from the base, per token",
+        _kld_table(e),
+        "## Answers",
+        _answer_table(e),
+        "## Worst regressions",
+        _regressions(e),
+        "## Provenance",
+        _provenance(e),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell for cell in line) + " |" for line in lines)
+
+
+def _gate_table(e: Evaluation) -> str:
+    return _table(
+        ("metric", "base", "candidate", "difference (interval)", "limit", "verdict"),
+        (
+            (
+                METRICS[f.name].label,
+                wording.value(f.measurement.base, f.measurement),
+                wording.value(f.measurement.candidate, f.measurement),
+                wording.difference(f.measurement),
+                wording.limit(f.rule),
+                wording.in_words(f),
+            )
+            for f in e.verdict.findings
+        ),
+    )
+
+
+def _domain_table(e: Evaluation) -> str:
+    measured = {m.name: dict(m.domains) for m in e.measurements}
+    names = sorted({name for domains in measured.values() for name in domains})
+    return _table(
+        ("domain", *(METRICS[name].label for name in measured)),
+        (
+            (
+                domain,
+                *(
+                    wording.difference(parts[domain]) if domain in parts else ""
+                    for parts in measured.values()
+                ),
+            )
+            for domain in names
+        ),
+    )
+
+
+def _kld_table(e: Evaluation) -> str:
+    ladder = e.ladder
+    rows = [("Mean KLD", f"{ladder.mean:.5f}"), ("Maximum KLD", f"{ladder.maximum:.5f}")]
+    for percent, nats in sorted(ladder.percentiles.items(), reverse=True):
+        label = "Median KLD" if percent == 50 else f"{percent:.1f}% KLD"
+        rows.append((label, f"{nats:.5f}"))
+    rows += [
+        (f"tokens with KLD > {nats:g}", f"{share:.2%}") for nats, share in ladder.above.items()
+    ]
+    return _table(("statistic", "nats"), rows)
+
+
+def _answer_table(e: Evaluation) -> str:
+    answers = _answers(e)
+    rows = [
+        (key.replace("_", " "), f"{answers['base'][key]:.1%}", f"{answers['candidate'][key]:.1%}")
+        for key in answers["base"]
+    ]
+    apart = answers["median_first_divergence"]
+    tail = f"{answers['identical']:.1%} of the answers are identical"
+    tail += "." if apart is None else f"; the others part at token {apart} (median)."
+    return _table(("share of answers", "base", "candidate"), rows) + "\n\n" + tail
+
+
+def _regressions(e: Evaluation) -> str:
+    worst = wording.regressions(e)
+    if not worst:
+        return "No item got worse."
+    return "\n\n".join(
+        f"**{x.pair.item.id}**: {wording.went_wrong(x)}\n\n"
+        + "\n".join(
+            _quoted(who, text)
+            for who, text in (
+                ("right", wording.gold(x)),
+                ("base", x.base_text),
+                ("candidate", x.candidate_text),
+            )
+        )
+        for x in worst
+    )
+
+
+def _quoted(who: str, text: str) -> str:
+    body = "\n".join("    " + line for line in text.strip().splitlines() or ["(empty)"])
+    return f"{who}:\n\n{body}\n"
+
+
+def _provenance(e: Evaluation) -> str:
+    schemes = ", ".join(f"{label} x {count}" for label, count in e.artifact.schemes.items())
+    rows = [
+        ("artifact", f"{e.artifact.path}, digest {e.artifact.digest}"),
+        ("recipe", e.artifact.recipe),
+        ("schemes", schemes),
+        ("base", f"{e.base.name}, digest {e.base.digest}"),
+        ("base computed by", e.base.description),
+        ("candidate computed by", f"{e.numerics.description}, lm_head {e.numerics.lm_head_scheme}"),
+        ("chat template", str(e.numerics.chat_template_sha256)),
+        ("gates", f"{e.gates.path}, sha256 {e.gates.sha256}"),
+        ("suite", f"{e.suite.directory}"),
+        *((name, f"sha256 {digest}") for name, digest in e.suite.digests.items()),
+        ("perplexity", f"{UNIT}; {e.num_windows} windows of <= {e.amounts.window_tokens} tokens"),
+        ("scored", wording.scope(e)),
+        (
+            "intervals",
+            f"one-sided {e.sampling.confidence:.0%} bounds; score test (paired proportions), "
+            f"bootstrap over documents and items, {e.sampling.draws:,} draws, seed "
+            f"{e.sampling.seed}",
+        ),
+        ("judged", f"{e.judged_at.isoformat(timespec='seconds')}, {e.seconds:.0f} s"),
+    ]
+    return _table(("", ""), rows)

@@ -1,0 +1,119 @@
+"""Finding a base model: a Hugging Face directory, a GGUF file (or a folder with one) or a hub id.
+
+Answers where it lies, what kind it is and which bytes it has. Loads nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from eval.errors import TargetError, UsageError
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_CONTENT = (".safetensors", ".json", ".gguf", ".jinja", ".model", ".txt")
+_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A base model on disk. `gguf_file` is the file's name inside `directory`."""
+
+    name: str
+    kind: Literal["hf", "gguf"]
+    directory: Path
+    gguf_file: str | None
+    digest: str
+
+
+def locate(base: str) -> Checkpoint:
+    """The checkpoint that `base` names.
+
+    UsageError: nothing there, or more than one thing it could mean. TargetError: it is quantized.
+    """
+    path = Path(base).expanduser()
+    if path.is_file():
+        return _gguf(path)
+    if path.is_dir():
+        return _directory(path)
+    if _HUB_ID.fullmatch(base):
+        return _directory(_from_hub(base))
+    raise UsageError(
+        f"the base model {base!r} does not exist; pass --base with a model directory, a GGUF file "
+        "or a hub id"
+    )
+
+
+def _gguf(path: Path) -> Checkpoint:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise UsageError(f"{path} is not a GGUF file (it begins with {magic!r}); pass its folder?")
+    return Checkpoint(
+        name=str(path),
+        kind="gguf",
+        directory=path.parent,
+        gguf_file=path.name,
+        digest=_digest([path]),
+    )
+
+
+def _directory(path: Path) -> Checkpoint:
+    if not (path / "config.json").is_file():
+        found = sorted(path.glob("*.gguf"))
+        if len(found) == 1:
+            return _gguf(found[0])
+        raise UsageError(
+            f"{path} holds no config.json and {len(found)} GGUF files; "
+            "expected a model directory or exactly one GGUF file"
+        )
+    _refuse_quantized(path)
+    files = [p for p in path.iterdir() if p.suffix in _CONTENT and p.is_file()]
+    return Checkpoint(
+        name=str(path), kind="hf", directory=path, gguf_file=None, digest=_digest(files)
+    )
+
+
+def _refuse_quantized(path: Path) -> None:
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TargetError(f"{path / 'config.json'} is not JSON: {error}") from error
+    if isinstance(config, dict) and config.get("quantization_config"):
+        raise TargetError(
+            f"the base {path} is itself quantized, so it cannot say what was lost; "
+            "pass the original with --base"
+        )
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[f"*{s}" for s in _CONTENT]))
+    except Exception as error:
+        raise UsageError(
+            f"the base model {name!r} is no local path and could not be fetched from the hub: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}; "
+            "pass --base with a local copy"
+        ) from error
+
+
+def _digest(files: list[Path]) -> str:
+    """sha256 over the names and contents of `files`."""
+    total = hashlib.sha256()
+    for path in sorted(files, key=lambda path: path.name):
+        total.update(f"{path.name}\0{_file_sha256(path)}\n".encode())
+    return total.hexdigest()
+
+
+def _file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

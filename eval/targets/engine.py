@@ -1,0 +1,93 @@
+"""EngineTarget: our engine in this process, so that what is judged are the kernels that serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eval.errors import EvaluationError
+from eval.targets.base import Advance, Answer, Finish, Prompt, TokenScores
+from runtime.config import EngineConfig
+from runtime.engine.engine import Engine
+from runtime.engine.numerics import numerics
+from runtime.engine.score import ScoreItem
+from runtime.request import FinishReason, Request, RequestError, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FINISHES: dict[FinishReason, Finish] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "error",
+    FinishReason.ERROR: "error",
+}
+
+
+class EngineTarget:
+    """An artifact in the engine. Errors of loading are the engine's own."""
+
+    def __init__(self, artifact: Path, config: EngineConfig) -> None:
+        self.engine = Engine.from_artifact(artifact, config)
+        resolved = self.engine.resolved
+        self.description = (
+            f"Weighbridge engine, {resolved.dtype} on {resolved.device}, "
+            f"KV cache {resolved.kv_cache_dtype}"
+        )
+        self.max_tokens: int = resolved.max_model_len
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The model's end-of-text ids."""
+        return self.engine.resolved.eos_token_ids
+
+    def numerics(self) -> dict[str, str]:
+        """device_class, compute_dtype, kv_cache_dtype and lm_head_scheme, for the stamp."""
+        return numerics(self.engine)
+
+    def score(
+        self, windows: Sequence[Sequence[int]], references: Sequence[Tensor]
+    ) -> list[TokenScores]:
+        """Score windows against the reference's [n - 1, V] log-probabilities."""
+        items = [
+            ScoreItem(token_ids=tuple(window), reference=reference)
+            for window, reference in zip(windows, references, strict=True)
+        ]
+        try:
+            scores = self.engine.score(items)
+        except RequestError as error:
+            raise EvaluationError(f"the engine refused a window: {error}") from error
+        return [
+            TokenScores(nll=list(s.nll), kl=list(s.kl or ()), agrees=list(s.top1_agree or ()))
+            for s in scores
+        ]
+
+    def generate(self, prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
+        """Greedy answers, all prompts in flight together; a fault of one ends that one only."""
+        for index, prompt in enumerate(prompts):
+            self._add(index, prompt)
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        finishes: dict[int, Finish] = {}
+        while self.engine.has_work:
+            step = self.engine.step()
+            rows = zip(step.request_ids, step.token_ids, step.finish_reasons, strict=True)
+            ended = len(finishes)
+            for request_id, token, reason in rows:
+                if token >= 0:
+                    token_ids[int(request_id)].append(token)
+                if reason is not None:
+                    finishes[int(request_id)] = _FINISHES[reason]
+            advance(len(finishes) - ended)
+        return [self._answer(token_ids[i], finishes[i]) for i in range(len(prompts))]
+
+    def _add(self, index: int, prompt: Prompt) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens)
+        try:
+            self.engine.add(Request(id=str(index), prompt=prompt.token_ids, sampling=sampling))
+        except RequestError as error:
+            raise EvaluationError(f"the engine refused prompt {index}: {error}") from error
+
+    def _answer(self, token_ids: list[int], finish: Finish) -> Answer:
+        stopped = finish == "stop" and token_ids and token_ids[-1] in self.stop_ids
+        return Answer(token_ids=tuple(token_ids[:-1] if stopped else token_ids), finish=finish)

@@ -1,0 +1,185 @@
+"""ReferenceTarget: the base model in transformers, float32: the independent witness.
+
+Its tokenizer comes from the checkpoint itself, so that base and artifact can be compared. What it
+says is kept in the cache: answers as token ids, and per window the final hidden states, from which
+the output head makes the full-vocabulary log-probabilities again, to the last bit on one machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import transformers
+from gguf import GGUFReader
+
+from eval.cache import Cache
+from eval.errors import TargetError
+from eval.targets.base import Advance, Answer, Finish, Prompt
+from eval.targets.checkpoint import Checkpoint
+
+BATCH_SIZE = 16
+
+
+class ReferenceTarget:
+    """A base model. Loading is lazy: with everything in the cache only the head is used.
+
+    Attributes:
+        description: how it computes and what the weights were stored as.
+        digest: of the checkpoint's bytes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, device: str, cache: Cache) -> None:
+        self.digest = checkpoint.digest
+        self.description = f"transformers, float32 on {device}" + _stored_as(checkpoint, cache)
+        self._device = device
+        self._cache = cache
+        self._model = _load_model(checkpoint, device)
+        self._can_replay: bool | None = None
+
+    def logprobs(self, windows: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
+        """Per window [n - 1, V] float32 log-probabilities of the next token, one at a time."""
+        for window in windows:
+            yield self._logits(tuple(window))[:-1].float().log_softmax(-1)
+
+    @torch.inference_mode()
+    def _logits(self, window: tuple[int, ...]) -> torch.Tensor:
+        """[n, V] logits, through the cached hidden states where the head can be replayed."""
+        ids = torch.tensor([window], device=self._device)
+        if self._can_replay is None:
+            logits = self._model(input_ids=ids, use_cache=False).logits[0]
+            self._can_replay = torch.equal(self._head(self._hidden(window, ids)), logits)
+            return logits
+        if not self._can_replay:
+            return self._model(input_ids=ids, use_cache=False).logits[0]
+        return self._head(self._hidden(window, ids))
+
+    def _hidden(self, window: tuple[int, ...], ids: torch.Tensor) -> torch.Tensor:
+        key = self._key("hidden", window)
+        cached = self._cache.tensor(key)
+        if cached is not None:
+            return cached.to(self._device)
+        hidden: torch.Tensor = self._model.base_model(
+            input_ids=ids, use_cache=False
+        ).last_hidden_state[0]
+        self._cache.put_tensor(key, hidden)
+        return hidden
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._model.get_output_embeddings()(hidden)
+        cap = getattr(self._model.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def generate(
+        self, prompts: Sequence[Prompt], stop_ids: Sequence[int], advance: Advance
+    ) -> list[Answer]:
+        """Greedy answers, batched and left-padded; the longest prompts go together."""
+        keys = [self._key("answer", [p.token_ids, p.max_tokens, list(stop_ids)]) for p in prompts]
+        answers = {i: _from_json(v) for i, key in enumerate(keys) if (v := self._cache.json(key))}
+        advance(len(answers))
+        missing = [i for i in range(len(prompts)) if i not in answers]
+        missing.sort(key=lambda i: len(prompts[i].token_ids))
+        for start in range(0, len(missing), BATCH_SIZE):
+            batch = missing[start : start + BATCH_SIZE]
+            made = self._generate_batch([prompts[i] for i in batch], stop_ids)
+            for i, answer in zip(batch, made, strict=True):
+                answers[i] = answer
+                self._cache.put_json(keys[i], [list(answer.token_ids), answer.finish])
+            advance(len(batch))
+        return [answers[i] for i in range(len(prompts))]
+
+    @torch.inference_mode()
+    def _generate_batch(self, prompts: list[Prompt], stop_ids: Sequence[int]) -> list[Answer]:
+        width = max(len(p.token_ids) for p in prompts)
+        pad = stop_ids[0] if stop_ids else 0
+        rows = [[pad] * (width - len(p.token_ids)) + list(p.token_ids) for p in prompts]
+        mask = [[0] * (width - len(p.token_ids)) + [1] * len(p.token_ids) for p in prompts]
+        # generate() derives positions from the mask, so padding moves nothing.
+        output = self._model.generate(
+            input_ids=torch.tensor(rows, device=self._device),
+            attention_mask=torch.tensor(mask, device=self._device),
+            generation_config=_greedy(max(p.max_tokens for p in prompts), pad, stop_ids),
+        )
+        tails = output[:, width:].tolist()
+        return [_trim(tail, p.max_tokens, stop_ids) for tail, p in zip(tails, prompts, strict=True)]
+
+    def _key(self, what: str, content: Any) -> list[Any]:
+        versions = [torch.__version__, transformers.__version__]
+        return [what, self.digest, self._device, *versions, content]
+
+
+def quiet_transformers() -> None:
+    """No progress bars and no chatter from transformers; errors still come as exceptions."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's own tokenizer; TargetError when there is none."""
+    options = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {}
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            str(checkpoint.directory), local_files_only=True, **options
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise TargetError(f"the base {checkpoint.name} has no usable tokenizer: {error}") from error
+
+
+def _load_model(checkpoint: Checkpoint, device: str) -> Any:
+    options: dict[str, Any] = {"use_safetensors": True}
+    if checkpoint.gguf_file:
+        dequantize = transformers.GgufConfig(dequantize=True)
+        options = {"gguf_file": checkpoint.gguf_file, "quantization_config": dequantize}
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(checkpoint.directory), dtype=torch.float32, local_files_only=True, **options
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise TargetError(f"the base {checkpoint.name} cannot be loaded: {error}") from error
+    # Sampling defaults and penalties that ship with a model must not touch a greedy answer.
+    model.generation_config = transformers.GenerationConfig()
+    return model.to(device).eval()
+
+
+def _greedy(max_tokens: int, pad: int, stop_ids: Sequence[int]) -> Any:
+    return transformers.GenerationConfig(
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        pad_token_id=pad,
+        eos_token_id=list(stop_ids) or None,
+    )
+
+
+def _trim(token_ids: list[int], max_tokens: int, stop_ids: Sequence[int]) -> Answer:
+    """Cut at the first stop token or at the row's own limit, whichever comes first."""
+    kept = token_ids[:max_tokens]
+    stop_at = next((i for i, token in enumerate(kept) if token in stop_ids), None)
+    finish: Finish = "length" if stop_at is None else "stop"
+    return Answer(token_ids=tuple(kept[:stop_at]), finish=finish)
+
+
+def _from_json(value: Any) -> Answer:
+    return Answer(token_ids=tuple(value[0]), finish=value[1])
+
+
+def _stored_as(checkpoint: Checkpoint, cache: Cache) -> str:
+    """What the weights were on disk: a de-quantized base is no unquantized reference."""
+    if checkpoint.gguf_file is None:
+        return ""
+    key = ["gguf types", checkpoint.digest]
+    types = cache.json(key)
+    if types is None:
+        types = _gguf_types(checkpoint)
+        cache.put_json(key, types)
+    return f"; weights de-quantized from GGUF {', '.join(f'{t} ({n})' for t, n in types)}"
+
+
+def _gguf_types(checkpoint: Checkpoint) -> list[list[Any]]:
+    assert checkpoint.gguf_file is not None
+    tensors = GGUFReader(checkpoint.directory / checkpoint.gguf_file).tensors
+    counts = Counter(t.tensor_type.name for t in tensors if len(t.shape) > 1)
+    return [[name, count] for name, count in counts.most_common()]

@@ -1,0 +1,156 @@
+"""The terminal's view of an evaluation: progress while it runs, then verdict, table, next steps.
+
+Plain lines without colour or boxes when the output is not a terminal.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from eval import wording
+from eval.api import Written
+from eval.evaluation import Evaluation, Exchange
+from eval.gate_spec import METRICS
+
+_COLOURS = {
+    "accepted": "green",
+    "rejected": "red",
+    "inconclusive": "yellow",
+    "pass": "green",
+    "fail": "red",
+}
+_LONGEST_ANSWER = 300
+
+
+class TerminalProgress:
+    """`eval.progress.Progress` as one bar per stage; silent when the output is not a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description:<24}"),
+            BarColumn(bar_width=32),
+            TextColumn("{task.completed:>4.0f}/{task.total:.0f}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> TerminalProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def stage(self, text: str, total: int) -> None:
+        """A new bar; the one before stays as it is."""
+        self._task = self._bars.add_task(text, total=total)
+
+    def advance(self, count: int) -> None:
+        """Move the current bar."""
+        assert self._task is not None
+        self._bars.advance(self._task, count)
+
+
+def show(console: Console, written: Written) -> None:
+    """Verdict, one row per rule, the worst regressions, what to do next, where the files lie."""
+    e = written.evaluation
+    console.print(_verdict(e, boxed=console.is_terminal))
+    console.print()
+    console.print(_gate_table(e, console))
+    for note in e.notes:
+        console.print(Text(f"note: {note}", style="dim"))
+    _show_regressions(console, e)
+    console.print("\n[bold]Next[/]")
+    for step in wording.next_steps(e):
+        console.print(f"  {escape(step)}", soft_wrap=True)
+    console.print("\n[bold]Files[/]")
+    for what, path in (
+        ("report", written.markdown),
+        ("numbers", written.json),
+        ("stamp", written.stamp or "none written (--no-stamp)"),
+    ):
+        console.print(f"  {what:<8} {escape(str(path))}", soft_wrap=True)
+
+
+def _verdict(e: Evaluation, *, boxed: bool) -> RenderableType:
+    result = e.verdict.result
+    head = Text(result.upper(), style=f"bold {_COLOURS[result]}")
+    head.append(f"  {e.artifact.path.name}", style="bold")
+    why = [Text(wording.sentence(f.reason)) for f in e.verdict.deciding]
+    if result == "accepted":
+        why = [Text(wording.summary(e))]
+    how = Text(
+        f"{wording.scope(e)}; base {e.base.description}; candidate {e.numerics.description}; "
+        f"{e.seconds:.0f} s",
+        style="dim",
+    )
+    body = Group(head, *why, how)
+    return Panel(body, border_style=_COLOURS[result], padding=(0, 1)) if boxed else body
+
+
+def _gate_table(e: Evaluation, console: Console) -> Table:
+    percent = round((2 * e.sampling.confidence - 1) * 100)
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
+    table.add_column("metric", no_wrap=True)
+    for name in ("base", "candidate"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(f"difference ({percent} % interval)", no_wrap=True)
+    table.add_column("limit", no_wrap=True)
+    table.add_column("verdict", overflow="fold")
+    for f in e.verdict.findings:
+        table.add_row(
+            METRICS[f.name].label,
+            wording.value(f.measurement.base, f.measurement),
+            wording.value(f.measurement.candidate, f.measurement),
+            wording.difference(f.measurement),
+            wording.limit(f.rule),
+            Text(wording.in_words(f), style=_COLOURS.get(f.outcome, "yellow")),
+        )
+    return table
+
+
+def _show_regressions(console: Console, e: Evaluation) -> None:
+    worst = wording.regressions(e)
+    console.print("\n[bold]Worst regressions[/]" + ("" if worst else ": no item got worse"))
+    for exchange in worst:
+        item = exchange.pair.item
+        console.print(
+            f"  [bold]{escape(item.id)}[/] ({item.source}, {item.lang}): "
+            f"{escape(wording.went_wrong(exchange))}",
+            soft_wrap=True,
+        )
+        console.print(Padding(_answers(exchange), (0, 0, 0, 4)))
+
+
+def _answers(exchange: Exchange) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for who, text in (
+        ("right", wording.gold(exchange)),
+        ("base", exchange.base_text),
+        ("candidate", exchange.candidate_text),
+    ):
+        table.add_row(who, Text(_one_line(text)))
+    return table
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split()) or "(empty)"
+    return line if len(line) <= _LONGEST_ANSWER else line[: _LONGEST_ANSWER - 3] + "..."

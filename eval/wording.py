@@ -1,0 +1,181 @@
+"""Wording: one evaluation in plain sentences, shared by the terminal, the report and the stamp."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from eval.evaluation import Evaluation, Exchange
+from eval.gate import Finding
+from eval.gate_spec import METRICS, MetricRule
+from eval.measurement import Measurement, format_value
+from eval.stats import PairedCounts, drop_upper
+
+WORST = 3
+OUTCOMES = {"pass": "pass", "fail": "FAIL", "inconclusive": "undecided"}
+
+# What to prepare next when a scheme is rejected: the first entry that begins a label of the
+# artifact's wins.
+_NEXT = (
+    ("w4", "--recipe w8a8.yaml", "8 bits keep far more of the original"),
+    ("w8a8", "--recipe my.yaml with `scheme: w8a16`", "8-bit weights, exact activations"),
+    ("fp8", "--recipe my.yaml with `scheme: w8a16`", "8-bit weights, exact activations"),
+)
+
+
+def summary(evaluation: Evaluation) -> str:
+    """The verdict in at most three sentences."""
+    verdict = evaluation.verdict
+    if verdict.result == "accepted":
+        return f"Every required metric keeps its limit on {scope(evaluation)}."
+    return " ".join(sentence(f.reason) for f in verdict.deciding[:2]) + _and_more(evaluation)
+
+
+def _and_more(evaluation: Evaluation) -> str:
+    rest = len(evaluation.verdict.deciding) - 2
+    return f" And {rest} more." if rest > 0 else ""
+
+
+def sentence(text: str) -> str:
+    """With a full stop at its end."""
+    return text if text.endswith(".") else text + "."
+
+
+def scope(evaluation: Evaluation) -> str:
+    """How much was looked at."""
+    tokens = next(m.num_scored for m in evaluation.measurements if m.counted == "tokens")
+    return (
+        f"{tokens:,} tokens of {evaluation.num_documents} documents and "
+        f"{len(evaluation.exchanges)} extraction items"
+    )
+
+
+def limit(rule: MetricRule) -> str:
+    """The limit as a person writes it: <= 1.03, >= 92 %, drop < 5 pp."""
+    if rule.kind == "max_drop":
+        return f"drop < {rule.limit * 100:g} pp"
+    if rule.kind == "min":
+        return f">= {rule.limit:.0%}"
+    return f"<= {rule.limit:g}"
+
+
+def value(number: float | None, m: Measurement) -> str:
+    """A model's own value; shares for paired metrics, perplexity for the ratio."""
+    if number is None:
+        return ""
+    return f"{number:.1%}" if m.unit == "drop" else f"{number:.3f}"
+
+
+def difference(m: Measurement) -> str:
+    """What is judged, with its interval. A loss has a minus sign, as a reader expects."""
+    if m.unit == "drop":
+        low, high = -m.upper * 100, -m.lower * 100
+        return f"{-m.estimate * 100:+.1f} pp ({low:+.1f} to {high:+.1f})"
+    bounds = f"{format_value(m.lower, m.unit)} to {format_value(m.upper, m.unit)}"
+    return f"{format_value(m.estimate, m.unit)} ({bounds})".replace(" nats", "")
+
+
+def in_words(finding: Finding) -> str:
+    """pass, FAIL or undecided, with the one thing to know about it."""
+    word = OUTCOMES[finding.outcome]
+    if finding.outcome == "inconclusive" and "too weak" in finding.reason:
+        word += ": base too weak to judge"
+    elif finding.num_needed is not None:
+        word += f": about {finding.num_needed:,} {finding.measurement.counted} would decide"
+    elif finding.outcome == "inconclusive":
+        word += ": too close to the limit"
+    if finding.alarm:
+        word += "; regression suspected"
+    return word if finding.rule.required else f"{word} (guard)"
+
+
+def regressions(evaluation: Evaluation) -> list[Exchange]:
+    """The items that got worst, at most WORST, worst first."""
+    worse = [e for e in evaluation.exchanges if _badness(e) > (0, 0, 0)]
+    return sorted(worse, key=lambda e: (*(-part for part in _badness(e)), e.pair.item.id))[:WORST]
+
+
+def _badness(exchange: Exchange) -> tuple[int, int, int]:
+    base, candidate = exchange.pair.base, exchange.pair.candidate
+    return (
+        int(base.schema_valid) - int(candidate.schema_valid),
+        int(base.critical_right) - int(candidate.critical_right),
+        max(base.tp - candidate.tp, 0),
+    )
+
+
+def went_wrong(exchange: Exchange) -> str:
+    """What the candidate's answer lost, in words."""
+    base, candidate = exchange.pair.base, exchange.pair.candidate
+    if base.schema_valid and not candidate.schema_valid:
+        cut = ", cut off at its token limit" if candidate.truncated else ""
+        return f"no longer fits the schema ({candidate.problem}{cut})"
+    lost = [field for field in candidate.wrong_fields if field not in base.wrong_fields]
+    return f"now wrong: {', '.join(lost)}" if lost else "fewer fields right"
+
+
+def gold(exchange: Exchange) -> str:
+    """The right answer as one line of JSON."""
+    return json.dumps(exchange.pair.item.gold, ensure_ascii=False)
+
+
+def detectable(evaluation: Evaluation) -> str:
+    """What this many items could have shown at best."""
+    n = len(evaluation.exchanges)
+    flawless = PairedCounts(num_items=n, num_base_ok=n, lost=0, gained=0)
+    bound = drop_upper(flawless, evaluation.sampling.confidence)
+    return (
+        f"With {n} items, a candidate that loses nothing is still only known to lose less than "
+        f"{bound * 100:.1f} pp of pass-or-fail metrics."
+    )
+
+
+def next_steps(evaluation: Evaluation) -> list[str]:
+    """What to do now, as commands where there is one."""
+    path = evaluation.artifact.path
+    if evaluation.verdict.result == "accepted":
+        return [f"Serve it: runtime serve {path}"]
+    if evaluation.verdict.result == "rejected":
+        return [*_next_recipe(evaluation), "If the data do not look like your own, calibrate with "
+                "samples of your requests (--calib) and judge on your own suite (--suite)."]  # fmt: skip
+    return _more_evidence(evaluation)
+
+
+def _next_recipe(evaluation: Evaluation) -> list[str]:
+    for prefix, recipe, why in _NEXT:
+        if any(label.startswith(prefix) for label in evaluation.artifact.schemes):
+            return [f"Next recipe up ({why}): quantize {recipe} --model {evaluation.base.name}"]
+    return []
+
+
+def _more_evidence(evaluation: Evaluation) -> list[str]:
+    deciding = evaluation.verdict.deciding
+    steps = []
+    for counted, flag in (("items", "--items"), ("tokens", "--windows")):
+        needed = _largest(f for f in deciding if f.measurement.counted == counted)
+        if needed and counted == "tokens":
+            needed = -(-needed // max(evaluation.amounts.window_tokens - 1, 1))
+        if needed:
+            steps.append(f"Decide with more evidence: evaluate {evaluation.artifact.path} "
+                         f"{flag} {needed}{_supply(evaluation, counted, needed)}")  # fmt: skip
+    if any("too weak" in f.reason for f in deciding):
+        labels = ", ".join(METRICS[f.name].label for f in deciding if "too weak" in f.reason)
+        steps.append(
+            f"{labels}: the base itself hardly solves this suite, so no number of items helps; "
+            "judge with a suite it can solve (--suite) or a stronger base."
+        )
+    return steps
+
+
+def _largest(findings: Iterable[Finding]) -> int | None:
+    numbers = [f.num_needed for f in findings if f.num_needed is not None]
+    return max(numbers, default=None)
+
+
+def _supply(evaluation: Evaluation, counted: str, needed: int) -> str:
+    have = len(evaluation.suite.items)
+    if counted != "items" or needed <= have:
+        return ""
+    return (
+        f" (the suite holds {have}: make a larger one with calib_data/generate.py --n and --suite)"
+    )
