@@ -62,23 +62,27 @@ def load(path: Path, config: EngineConfig) -> Loaded:
     decoder = load_decoder(
         artifact, device=torch.device(numerics.device), dtype=DTYPES[numerics.dtype]
     )
-    pool = _pool_facts(decoder, artifact, numerics, config)
+    pool = _pool_facts(decoder, numerics, config)
     resolved = resolve(
         config, numerics, _model_facts(artifact, decoder.spec, numerics, config), pool
     )
     if config.probe and artifact.manifest.probe is not None:
         check_probe(decoder, artifact, artifact.manifest.probe, numerics, config.block_size)
-    kv = make_cache(decoder, artifact, numerics, resolved.num_blocks, config.block_size)
+    kv = make_cache(decoder, numerics, resolved.num_blocks, config.block_size)
     return Loaded(decoder=decoder, kv=kv, resolved=resolved, artifact=artifact)
 
 
 def make_cache(
-    decoder: Decoder, artifact: Artifact, numerics: Numerics, num_blocks: int, block_size: int
+    decoder: Decoder, numerics: Numerics, num_blocks: int, block_size: int
 ) -> KVCache:
     """An empty pool; fp8 with the artifact's scales, 1.0 where it has none."""
-    scales = [artifact.kv_scales(i) or (1.0, 1.0) for i in range(decoder.spec.num_layers)]
     return KVCache(
-        decoder.spec, num_blocks, block_size, numerics.kv_cache_dtype, decoder.device, scales
+        decoder.spec,
+        num_blocks,
+        block_size,
+        numerics.kv_cache_dtype,
+        decoder.device,
+        decoder.kv_scales,
     )
 
 
@@ -96,7 +100,7 @@ def check_probe(
         pieces.append(
             Piece(tokens=prompt.token_ids, start=0, block_ids=blocks, wanted=[num_tokens - 1])
         )
-    kv = make_cache(decoder, artifact, numerics, num_blocks, block_size)
+    kv = make_cache(decoder, numerics, num_blocks, block_size)
     runner = ModelRunner(decoder, kv, block_size)
     logits_PV = runner.logits(runner.forward(pieces))
     result = compare(
@@ -106,7 +110,7 @@ def check_probe(
         raise ProbeError(
             f"{artifact.path.name} does not compute what it was sealed with (device "
             f"{numerics.device}, {numerics.dtype}, KV in {numerics.kv_cache_dtype}): {result}; run "
-            "`quantize verify` on it; with dtype float32, bad weights differ and a bad kernel may not"
+            "`quantize verify` on it; if float32 passes, a kernel for the other type is at fault"
         )
 
 
@@ -122,13 +126,11 @@ def _model_facts(
     )
 
 
-def _pool_facts(
-    decoder: Decoder, artifact: Artifact, numerics: Numerics, config: EngineConfig
-) -> PoolFacts:
+def _pool_facts(decoder: Decoder, numerics: Numerics, config: EngineConfig) -> PoolFacts:
     if decoder.device.type == "cpu":
         return cpu_pool(available_host_bytes())
     num_tokens = min(config.max_num_batched_tokens, decoder.spec.max_positions)
     num_blocks = -(-num_tokens // config.block_size)
-    kv = make_cache(decoder, artifact, numerics, num_blocks, config.block_size)
+    kv = make_cache(decoder, numerics, num_blocks, config.block_size)
     runner = ModelRunner(decoder, kv, config.block_size)
     return cuda_pool(runner, num_tokens, config.max_num_seqs, config.gpu_memory_utilization)

@@ -161,19 +161,18 @@ class Scheduler:
         looked_at: list[Sequence] = []
         blocked: list[Sequence] = []
         while plan.budget and len(self.running) < self.limits.max_num_seqs:
-            sequence = self._pop_waiting() if len(looked_at) < SCAN_LIMIT else None
+            is_over = any(other.num_passed >= MAX_PASSED for other in blocked)
+            sequence = None if is_over or len(looked_at) == SCAN_LIMIT else self._pop_waiting()
             if sequence is None:
                 break
             outcome = self._start(sequence, plan)
             if outcome is Start.STARTED:
                 for other in blocked:
                     other.num_passed += 1
-                continue
-            looked_at.append(sequence)
+            else:
+                looked_at.append(sequence)
             if outcome is Start.NO_ROOM:
                 blocked.append(sequence)
-            if any(other.num_passed >= MAX_PASSED for other in blocked):
-                break
         for sequence in looked_at:
             self._enqueue(sequence)
 

@@ -109,7 +109,7 @@ def make_engine(
 def request(name: str, prompt: Sequence[int], **sampling: object) -> Request:
     """A greedy request unless `sampling` says otherwise."""
     params = {"temperature": 0.0, "max_tokens": 8, **sampling}
-    return Request(id=name, prompt=tuple(prompt), sampling=SamplingParams(**params))  # type: ignore[arg-type]
+    return Request(id=name, prompt=tuple(prompt), sampling=SamplingParams(**params))
 
 
 def prompt_of(seed: int, length: int) -> tuple[int, ...]:
@@ -126,11 +126,11 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, Completion]:
         engine.audit()
         return output
 
-    engine.step = audited  # type: ignore[method-assign, assignment]
+    engine.step = audited
     try:
         done = engine.generate(requests)
     finally:
-        engine.step = step  # type: ignore[method-assign]
+        engine.step = step
     assert_idle(engine)
     return {completion.id: completion for completion in done}
 
@@ -139,7 +139,7 @@ def alone(engine_options: dict[str, object], requests: Sequence[Request]) -> dic
     """Each request in an engine of its own, with a roomy pool."""
     found: dict[str, Completion] = {}
     for one in requests:
-        engine = make_engine(**{**engine_options, "num_blocks": 256})  # type: ignore[arg-type]
+        engine = make_engine(**{**engine_options, "num_blocks": 256})
         found |= run(engine, [one])
     return found
 
