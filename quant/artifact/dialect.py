@@ -255,7 +255,7 @@ def _scheme(name: str, group: _Group) -> Scheme:
             strategy="group" if w.strategy == "group" else "channel",
             group_size=w.group_size,
         )
-        activations = a and ActivationScheme(num_bits=a.num_bits, kind=a.type)
+        activations = None if a is None else ActivationScheme(num_bits=a.num_bits, kind=a.type)
         return Scheme(layout=group.format, weights=weights, activations=activations)
     except SchemeError as error:
         raise SchemeError(f"{where}: {error}") from None

@@ -185,7 +185,8 @@ def pack(codes: Tensor, num_bits: int) -> Tensor:
 
     Each code is stored as code + 2^(b-1); unused bits of the last word are zero.
     """
-    assert num_bits in (4, 8) and codes.dtype == torch.int8
+    assert num_bits in (4, 8)
+    assert codes.dtype == torch.int8
     assert sys.byteorder == "little"
     unsigned = (codes + (1 << (num_bits - 1))).view(torch.uint8)  # int8 wraps, as 8 bits need
     per_word = 32 // num_bits
@@ -197,7 +198,8 @@ def pack(codes: Tensor, num_bits: int) -> Tensor:
 
 def unpack(packed: Tensor, num_bits: int, width: int) -> Tensor:
     """The inverse of `pack`: int32 words [rows, words] -> int8 codes [rows, width]."""
-    assert num_bits in (4, 8) and packed.dtype == torch.int32
+    assert num_bits in (4, 8)
+    assert packed.dtype == torch.int32
     assert sys.byteorder == "little"
     unsigned = packed.contiguous().view(torch.uint8)
     if num_bits == 4:

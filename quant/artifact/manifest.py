@@ -8,6 +8,7 @@ digest covers. This module parses and checks the file itself, not the files it d
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -226,7 +227,7 @@ def read_manifest(path: Path) -> tuple[Manifest, str]:
 
 def _parse(data: dict[str, Any]) -> Manifest:
     try:
-        return Manifest.model_validate(data)
+        return _validate(data)
     except ValidationError as error:
         unknown = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
         newer = is_newer_minor(data["format_version"], FORMAT_VERSION)
@@ -234,7 +235,11 @@ def _parse(data: dict[str, Any]) -> Manifest:
             raise
         for loc in unknown:
             _drop(data, loc)
-        return Manifest.model_validate(data)
+        return _validate(data)
+
+
+def _validate(data: dict[str, Any]) -> Manifest:
+    return Manifest.model_validate_json(json.dumps(data), strict=True)
 
 
 def _drop(data: Any, loc: tuple[int | str, ...]) -> None:
