@@ -201,7 +201,7 @@ def unpack(packed: Tensor, num_bits: int, width: int) -> Tensor:
     assert num_bits in (4, 8)
     assert packed.dtype == torch.int32
     assert sys.byteorder == "little"
-    unsigned = packed.contiguous().view(torch.uint8)
+    unsigned = packed.reshape(-1).view(torch.uint8).reshape(packed.shape[0], -1)
     if num_bits == 4:
         unsigned = torch.stack((unsigned & 0xF, unsigned >> 4), dim=-1).flatten(1)
     codes = unsigned.view(torch.int8)[:, :width] - (1 << (num_bits - 1))
