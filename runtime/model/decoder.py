@@ -89,7 +89,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: KVCache) -> Tensor:
-        """Write the step's K/V; hidden states [R, E] of `step.logit_rows_R` after the final norm."""
+        """Write the step's K/V; final hidden states [R, E] of the rows `step.logit_rows_R`."""
         plan = self._plan(step, kv)
         residual_TE = self._embed(step.token_ids_T)
         eps = self.spec.norm_eps

@@ -89,9 +89,7 @@ _GEMMA3 = Family(
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        defaults={"max_position_embeddings": 2048, "eos_token_id": 2}, biases="config"
-    ),
+    "llama": Family(defaults={"max_position_embeddings": 2048, "eos_token_id": 2}, biases="config"),
     "mistral": Family(
         defaults={
             "num_key_value_heads": 8,
@@ -101,9 +99,7 @@ FAMILIES: dict[str, Family] = {
         },
         window="every_layer",
     ),
-    "qwen2": Family(
-        defaults=_QWEN_DEFAULTS, biases="qkv", window="last_layers"
-    ),
+    "qwen2": Family(defaults=_QWEN_DEFAULTS, biases="qkv", window="last_layers"),
     "qwen3": Family(
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
         biases="config",

@@ -263,9 +263,7 @@ def _require_uniform(fields: _Fields) -> None:
         )
 
 
-def _default_types(
-    fields: _Fields, family: Family, count: int, window: int | None
-) -> list[str]:
+def _default_types(fields: _Fields, family: Family, count: int, window: int | None) -> list[str]:
     """`layer_types` of configs older than that field."""
     if window is None:
         return ["full_attention"] * count

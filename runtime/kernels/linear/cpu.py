@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quant.artifact.layout import QuantizedWeight, dequantize, pack, unpack
+from quant.artifact.layout import QuantizedWeight, pack, unpack
 from runtime.kernels.linear.weights import PackedInt4Weight
 
 INT4_GROUPS = (32, 64, 128)
