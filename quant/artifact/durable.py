@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from quant.artifact.errors import StorageError
+from quant.artifact.layout import as_bytes
 from quant.artifact.store import DTYPE_CODES
 
 _CHUNK_BYTES = 1 << 24
@@ -89,10 +89,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if not flat.numel():
-        return
-    raw = flat.view(torch.uint8).numpy().data
+    raw = as_bytes(tensor.detach().cpu()).numpy().data
     for start in range(0, len(raw), _CHUNK_BYTES):
         yield raw[start : start + _CHUNK_BYTES]
 

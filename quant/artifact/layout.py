@@ -175,6 +175,15 @@ def fake_quantize_activations(x: Tensor, act: ActivationScheme) -> Tensor:
     return (codes.float() * scale).to(x.dtype)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's bytes in memory order, uint8 [n].
+
+    `contiguous` leaves odd strides on dimensions of size one, which `view` then refuses.
+    """
+    contiguous = tensor.contiguous()
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
+
+
 def packed_width(width: int, num_bits: int) -> int:
     """int32 words that hold `width` codes: ceil(width * num_bits / 32)."""
     return -(-width * num_bits // 32)
@@ -193,7 +202,7 @@ def pack(codes: Tensor, num_bits: int) -> Tensor:
     unsigned = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % per_word))
     if num_bits == 4:
         unsigned = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
-    return unsigned.contiguous().view(torch.int32)
+    return as_bytes(unsigned).view(torch.int32).reshape(codes.shape[0], -1)
 
 
 def unpack(packed: Tensor, num_bits: int, width: int) -> Tensor:
@@ -201,7 +210,7 @@ def unpack(packed: Tensor, num_bits: int, width: int) -> Tensor:
     assert num_bits in (4, 8)
     assert packed.dtype == torch.int32
     assert sys.byteorder == "little"
-    unsigned = packed.reshape(-1).view(torch.uint8).reshape(packed.shape[0], -1)
+    unsigned = as_bytes(packed).reshape(packed.shape[0], -1)
     if num_bits == 4:
         unsigned = torch.stack((unsigned & 0xF, unsigned >> 4), dim=-1).flatten(1)
     codes = unsigned.view(torch.int8)[:, :width] - (1 << (num_bits - 1))
