@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf import GGUFReader, dequantize
 from torch import Tensor
@@ -91,7 +92,11 @@ GGUF_FAMILIES = {
 }
 
 # What transformers adds to a config that says nothing about the model.
-NOISE = frozenset({"_name_or_path", "_model_name_or_path", "transformers_version"})
+NOISE = frozenset({
+    "_name_or_path", "_model_name_or_path", "transformers_version", "chunk_size_feed_forward",
+    "id2label", "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states",
+    "problem_type", "return_dict",
+})  # fmt: skip
 
 
 class GGUFSource(Source):
@@ -172,8 +177,9 @@ class GGUFSource(Source):
 
     def raw_tensor(self, name: str) -> Tensor:
         stored = self._by_name[name]
-        values = torch.from_numpy(dequantize(stored.data, stored.tensor_type)).float()
-        return self._family.fix(name, values.reshape(self.shape(name)).clone(), self.config)
+        values = np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
+        restored = torch.from_numpy(values).reshape(self.shape(name))
+        return self._family.fix(name, restored, self.config)
 
     def tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
