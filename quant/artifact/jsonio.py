@@ -24,7 +24,7 @@ def parse_object(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ManifestError(f"{path} is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ManifestError(f"{path} holds a JSON {type(data).__name__}, expected an object")

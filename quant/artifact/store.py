@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -153,33 +155,44 @@ def _header_length(path: Path, size: int) -> int:
 def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{path} has a garbled safetensors header: {error}") from None
     if not isinstance(header, dict):
         raise IntegrityError(f"{path} has a garbled safetensors header: not a JSON object")
     return header
 
 
+class _HeaderEntry(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    dtype: str
+    shape: list[NonNegativeInt]
+    data_offsets: list[NonNegativeInt] = Field(min_length=2, max_length=2)
+
+
 def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     try:
-        code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    except (KeyError, TypeError, ValueError):
+        parsed = _HeaderEntry.model_validate(entry)
+    except ValidationError:
         raise IntegrityError(f"{path}: garbled header entry for tensor {name}") from None
+    code, shape, (start, stop) = parsed.dtype, tuple(parsed.shape), parsed.data_offsets
     if code not in DTYPES:
         raise IntegrityError(
             f"{path}: tensor {name} has dtype {code}, which this build cannot read; "
             f"known: {', '.join(DTYPES)}"
         )
-    dtype, num_bytes = DTYPES[code], DTYPES[code].itemsize
-    for dim in shape:
-        num_bytes *= dim
+    num_bytes = DTYPES[code].itemsize * prod(shape)
     if stop - start != num_bytes:
         raise IntegrityError(
             f"{path}: tensor {name} is {code} {list(shape)} = {num_bytes} bytes, "
             f"but the header gives it {stop - start}"
         )
     return StoredTensor(
-        file=path.name, dtype=dtype, shape=shape, start=data_start + start, stop=data_start + stop
+        file=path.name,
+        dtype=DTYPES[code],
+        shape=shape,
+        start=data_start + start,
+        stop=data_start + stop,
     )
 
 
@@ -227,7 +240,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         entries = dict(weight_map.items())
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise IntegrityError(f"{path} is garbled: no JSON object with a weight_map") from None
     for name, file in entries.items():
         if not isinstance(file, str) or Path(file).name != file:

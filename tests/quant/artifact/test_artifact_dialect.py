@@ -44,9 +44,11 @@ def model(choices: list[Scheme]) -> dict[str, Scheme]:
     return modules
 
 
-@given(st.lists(st.sampled_from(CHOICES), min_size=4, max_size=48).filter(
-    lambda choices: any(not scheme.is_dense for scheme in choices)
-))
+@given(
+    st.lists(st.sampled_from(CHOICES), min_size=4, max_size=48).filter(
+        lambda choices: any(not scheme.is_dense for scheme in choices)
+    )
+)
 @settings(max_examples=60, deadline=None)
 def test_round_trip_and_the_oracles_own_resolver(choices: list[Scheme]) -> None:
     modules = model(choices)

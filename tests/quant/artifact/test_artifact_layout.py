@@ -97,9 +97,7 @@ def test_worked_example_of_the_documentation() -> None:
     assert words == [0x76543210, 0xFEDCBA98]
 
 
-@given(
-    bits=st.sampled_from([4, 8]), rows=st.integers(1, 7), width=st.integers(1, 350), seed=seeds
-)
+@given(bits=st.sampled_from([4, 8]), rows=st.integers(1, 7), width=st.integers(1, 350), seed=seeds)
 @settings(max_examples=60, deadline=None)
 def test_pack_is_the_oracles_and_unpack_its_inverse(
     bits: int, rows: int, width: int, seed: int
@@ -112,7 +110,9 @@ def test_pack_is_the_oracles_and_unpack_its_inverse(
     assert same(unpack_from_int32(packed, bits, codes.shape).contiguous(), codes)
 
 
-@given(scheme=schemes, dtype=scale_dtypes, rows=st.integers(3, 41), units=st.integers(1, 9), s=seeds)
+@given(
+    scheme=schemes, dtype=scale_dtypes, rows=st.integers(3, 41), units=st.integers(1, 9), s=seeds
+)
 @settings(max_examples=120, deadline=None)
 def test_tensors_and_values_are_the_oracles(
     scheme: Scheme, dtype: torch.dtype, rows: int, units: int, s: int
@@ -256,9 +256,7 @@ def test_activations_are_the_oracles(kind: str) -> None:
     x = torch.randn(2, 5, 96, generator=torch.Generator().manual_seed(0))
     x[0, 1] = 0
     x[1, 2, 3] = 80.0
-    args = QuantizationArgs(
-        num_bits=8, type=kind, symmetric=True, strategy="token", dynamic=True
-    )
+    args = QuantizationArgs(num_bits=8, type=kind, symmetric=True, strategy="token", dynamic=True)
     scale, zero_point = compute_dynamic_scales_and_zp(x, args, torch.nn.Module())
     expected = fake_quantize(x, scale, zero_point, args)
 
