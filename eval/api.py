@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval import report, stamping
+from eval.amounts import Amounts
 from eval.cache import default_directory
 from eval.errors import EvaluationError, UsageError
 from eval.evaluation import Evaluation
 from eval.gate import Verdict
 from eval.progress import Progress, Silent
 from eval.runner import Job, weigh
-from eval.workload import Amounts
 from quant.artifact.errors import ArtifactError
 from quant.artifact.shipped import resolve_input, shipped_dir
 from runtime.config import ConfigError, DType, EngineConfig, KVCacheDType

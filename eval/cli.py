@@ -1,4 +1,4 @@
-"""`evaluate`: the acceptance gate on the command line. Parses and shows; `eval.api` does the work."""
+"""`evaluate`: the acceptance gate on the command line. Parses and shows; `eval.api` works."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
+from eval.amounts import Amounts
 from eval.errors import EvaluationError
 
 DEFAULT_COMMAND = "judge"
@@ -128,11 +129,13 @@ def judge(
     ] = None,
     items: Annotated[
         int, typer.Option(metavar="N", help="Extraction items both models answer.")
-    ] = 60,
+    ] = Amounts.num_items,
     windows: Annotated[
         int, typer.Option(metavar="N", help="Windows of held-out text, over all domains.")
-    ] = 36,
-    window_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per window.")] = 256,
+    ] = Amounts.num_windows,
+    window_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens per window.")
+    ] = Amounts.window_tokens,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -176,7 +179,6 @@ def judge(
     """Judge one artifact; the text of --help is HELP."""
     from eval.api import make_job, run
     from eval.terminal import TerminalProgress, show
-    from eval.workload import Amounts
     from runtime.config import EngineConfig
 
     console = Console(highlight=False)

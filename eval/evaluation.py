@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from eval.amounts import Amounts
 from eval.gate import Verdict
 from eval.gate_spec import LoadedGates
 from eval.measurement import Measurement
@@ -14,7 +15,6 @@ from eval.metrics.extraction import PairedItem
 from eval.stats import Sampling
 from eval.suites import Suite
 from eval.targets.base import Answer
-from eval.workload import Amounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

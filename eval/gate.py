@@ -28,7 +28,7 @@ FEW_DISCORDANT = 5
 # hide losses. And the base must score this many margins above its floor for a loss to show.
 RETENTION_MARGINS = 2
 FLOOR_MARGINS = 2
-MOST_ITEMS = 100_000
+MOST_ITEMS = 20_000
 ALARM_P = 0.05
 
 

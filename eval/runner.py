@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from eval.amounts import Amounts
 from eval.cache import Cache
 from eval.errors import EvaluationError
 from eval.evaluation import BaseFacts, Evaluation, Exchange, Numerics
@@ -32,7 +33,7 @@ from eval.targets.checkpoint import locate
 from eval.targets.engine import EngineTarget
 from eval.targets.reference import ReferenceTarget, load_tokenizer, quiet_transformers
 from eval.windows import Window
-from eval.workload import Amounts, Workload, check_same_reading, prepare, template_sha256
+from eval.workload import Workload, check_same_reading, prepare, template_sha256
 from runtime.config import EngineConfig
 from runtime.text import TextProcessor
 
@@ -178,7 +179,7 @@ def _held(
 
 
 def _window_scores(window: Window, rows: torch.Tensor, found: TokenScores) -> WindowScores:
-    """Line both models up on the scored tokens. rows: [n - 1, V]; token t is scored by row t - 1."""
+    """Line both models up on the scored tokens. rows: [n - 1, V]; row t - 1 scores token t."""
     first = window.num_context - 1
     following = torch.tensor(window.token_ids[1:], device=rows.device)
     base_nll = -rows.gather(1, following[:, None])[:, 0].double().cpu().numpy()
@@ -268,9 +269,8 @@ def _notes(
             "prompt of this suite alike."
         )
     if len(workload.windows) < job.amounts.num_windows:
-        notes.append(
-            f"The suite gave {len(workload.windows)} of {job.amounts.num_windows} windows asked for."
-        )
+        found = len(workload.windows)
+        notes.append(f"The suite gave {found} of {job.amounts.num_windows} windows asked for.")
     if len(workload.items) < job.amounts.num_items:
         notes.append(
             f"The suite gave {len(workload.items)} of {job.amounts.num_items} items asked for."

@@ -117,35 +117,22 @@ def mcnemar_p(counts: PairedCounts) -> float:
     """Exact one-sided McNemar p-value of "the candidate is worse": P(Binom(b+c, 1/2) >= b)."""
     flips = counts.lost + counts.gained
     tail = sum(math.comb(flips, k) for k in range(counts.lost, flips + 1))
-    return tail / 2**flips
+    return float(tail / 2**flips)
 
 
 def clopper_pearson_upper(successes: int, trials: int, confidence: float = 0.95) -> float:
     """One-sided upper bound of a proportion (Clopper and Pearson 1934); 1.0 without trials."""
     if successes >= trials:
         return 1.0
+    counts = np.arange(successes + 1)
+    log_ways = np.concatenate([[0.0], np.cumsum(np.log((trials - counts[:-1]) / counts[1:]))])
     low, high = successes / trials, 1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        inside = _binomial_cdf(successes, trials, middle) < 1 - confidence
-        low, high = (low, middle) if inside else (middle, high)
+        log_terms = log_ways + counts * math.log(middle) + (trials - counts) * math.log1p(-middle)
+        is_above = np.exp(log_terms).sum() < 1 - confidence
+        low, high = (low, middle) if is_above else (middle, high)
     return high
-
-
-def _binomial_cdf(k: int, n: int, p: float) -> float:
-    if p >= 1.0:
-        return float(k >= n)
-    log_terms = [
-        math.lgamma(n + 1)
-        - math.lgamma(i + 1)
-        - math.lgamma(n - i + 1)
-        + i * math.log(p)
-        + (n - i) * math.log1p(-p)
-        if p > 0
-        else (0.0 if i == 0 else -math.inf)
-        for i in range(k + 1)
-    ]
-    return math.fsum(math.exp(term) for term in log_terms)
 
 
 Statistic = Callable[[np.ndarray], np.ndarray]
@@ -182,7 +169,8 @@ def _draw(sums: np.ndarray, statistic: Statistic, sampling: Sampling) -> np.ndar
     weights = rng.multinomial(count, np.full(count, 1 / count), size=sampling.draws)
     with np.errstate(divide="ignore", invalid="ignore"):
         values = statistic(weights.astype(np.float64) @ sums)
-    return values[np.isfinite(values)]
+    finite: np.ndarray = values[np.isfinite(values)]
+    return finite
 
 
 def _bca_tails(

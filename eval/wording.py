@@ -23,6 +23,12 @@ _NEXT = (
 )
 
 
+_OWN_DATA = (
+    "If these data are not like yours, calibrate with samples of your own requests (--calib) and "
+    "judge on your own suite (--suite)."
+)
+
+
 def summary(evaluation: Evaluation) -> str:
     """The verdict in at most three sentences."""
     verdict = evaluation.verdict
@@ -136,8 +142,7 @@ def next_steps(evaluation: Evaluation) -> list[str]:
     if evaluation.verdict.result == "accepted":
         return [f"Serve it: runtime serve {path}"]
     if evaluation.verdict.result == "rejected":
-        return [*_next_recipe(evaluation), "If the data do not look like your own, calibrate with "
-                "samples of your requests (--calib) and judge on your own suite (--suite)."]  # fmt: skip
+        return [*_next_recipe(evaluation), _OWN_DATA]
     return _more_evidence(evaluation)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from eval.amounts import Amounts
 from eval.errors import EvaluationError, TargetError
 from eval.suites import ExtractionItem, Suite, pick
 from eval.targets.base import Prompt
@@ -21,16 +22,6 @@ from runtime.text import TextProcessor
 # An answer may be twice as long as the gold one and a little more; a model that rambles past that
 # has not answered in the wanted form.
 GOLD_FACTOR, GOLD_EXTRA = 2, 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Amounts:
-    """How much of a suite is used: windows of `window_tokens` tokens, extraction items, the seed."""
-
-    num_windows: int = 36
-    window_tokens: int = 256
-    num_items: int = 60
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +85,11 @@ def check_same_reading(workload: Workload, text: TextProcessor, base_tokenizer: 
     """
     _check_templates(text, base_tokenizer)
     if text.chat_template is not None:
-        for item, ours in zip(workload.items, workload.texts, strict=True):
-            theirs = base_tokenizer.apply_chat_template(
+        for item, prompt in zip(workload.items, workload.texts, strict=True):
+            rendered = base_tokenizer.apply_chat_template(
                 item.messages, tokenize=False, add_generation_prompt=True
             )
-            if theirs != ours:
+            if rendered != prompt:
                 raise TargetError(
                     f"the base renders the chat of item {item.id} differently from the artifact; "
                     "evaluate against the model the artifact was made from"

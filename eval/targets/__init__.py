@@ -1,1 +1,1 @@
-"""Targets: models that can be asked. A reference gives distributions, a candidate is held to them."""
+"""Targets: models that can be asked. A reference says what is right, a candidate is held to it."""

@@ -1,4 +1,4 @@
-"""What the runner asks of a target. Token ids only: text and templates are the runner's business."""
+"""What the runner asks of a target. Token ids only: text and templates are `eval.workload`'s."""
 
 from __future__ import annotations
 

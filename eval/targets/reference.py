@@ -49,11 +49,12 @@ class ReferenceTarget:
         """[n, V] logits, through the cached hidden states where the head can be replayed."""
         ids = torch.tensor([window], device=self._device)
         if self._can_replay is None:
-            logits = self._model(input_ids=ids, use_cache=False).logits[0]
+            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
             self._can_replay = torch.equal(self._head(self._hidden(window, ids)), logits)
             return logits
         if not self._can_replay:
-            return self._model(input_ids=ids, use_cache=False).logits[0]
+            whole: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+            return whole
         return self._head(self._hidden(window, ids))
 
     def _hidden(self, window: tuple[int, ...], ids: torch.Tensor) -> torch.Tensor:

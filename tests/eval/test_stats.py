@@ -1,0 +1,159 @@
+"""Statistics of the gate against worked-out tables and exact identities."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval.stats import (
+    PairedCounts,
+    Sampling,
+    clopper_pearson_upper,
+    cluster_bootstrap,
+    drop_lower,
+    drop_upper,
+    drop_z,
+    mcnemar_p,
+    paired_counts,
+)
+
+
+def counts(n: int, lost: int, gained: int) -> PairedCounts:
+    return PairedCounts(num_items=n, num_base_ok=n - gained, lost=lost, gained=gained)
+
+
+# n, lost, gained, one-sided 95 % upper bound of the drop.
+UPPER_BOUNDS = [
+    (100, 0, 0, 0.0263),
+    (150, 0, 0, 0.0177),
+    (200, 1, 1, 0.0176),
+    (200, 4, 0, 0.0438),
+    (400, 2, 2, 0.0106),
+    (400, 4, 1, 0.0199),
+    (400, 8, 0, 0.0351),
+    (1000, 10, 5, 0.0122),
+    (1000, 20, 10, 0.0197),
+    (1000, 30, 10, 0.0312),
+    (60, 10, 0, 0.2598),
+    (100, 16, 0, 0.2291),
+    (400, 64, 0, 0.1924),
+]
+
+
+@pytest.mark.parametrize(("n", "lost", "gained", "expected"), UPPER_BOUNDS)
+def test_upper_bound_of_the_drop(n: int, lost: int, gained: int, expected: float) -> None:
+    assert drop_upper(counts(n, lost, gained)) == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("n", "lost", "gained", "expected"),
+    [(400, 8, 0, 0.0039), (1000, 30, 10, 0.0011), (100, 16, 0, 1.5e-5), (50, 0, 0, 1.0)],
+)
+def test_mcnemar(n: int, lost: int, gained: int, expected: float) -> None:
+    assert mcnemar_p(counts(n, lost, gained)) == pytest.approx(expected, rel=0.03)
+
+
+def test_clopper_pearson_has_the_rule_of_three_and_the_defining_tail() -> None:
+    assert clopper_pearson_upper(1, 200) == pytest.approx(0.0235, abs=5e-5)
+    assert clopper_pearson_upper(0, 59) == pytest.approx(1 - 0.05 ** (1 / 59))
+    assert clopper_pearson_upper(0, 0) == 1.0
+    assert clopper_pearson_upper(7, 7) == 1.0
+    upper = clopper_pearson_upper(3, 50)
+    tail = sum(math.comb(50, k) * upper**k * (1 - upper) ** (50 - k) for k in range(4))
+    assert tail == pytest.approx(0.05, rel=1e-9)
+
+
+tables = st.integers(1, 500).flatmap(
+    lambda n: st.integers(0, n).flatmap(
+        lambda lost: st.integers(0, n - lost).map(lambda gained: counts(n, lost, gained))
+    )
+)
+
+
+@given(tables)
+def test_bounds_enclose_the_drop_and_mirror(table: PairedCounts) -> None:
+    mirrored = counts(table.num_items, table.gained, table.lost)
+    assert -1 <= drop_lower(table) <= table.drop <= drop_upper(table) <= 1
+    assert drop_upper(mirrored) == pytest.approx(-drop_lower(table), abs=1e-12)
+
+
+@given(tables)
+def test_the_upper_bound_is_where_the_score_test_stops_rejecting(table: PairedCounts) -> None:
+    upper = drop_upper(table)
+    if upper < 0.999:
+        assert drop_z(table, upper + 1e-6) < -1.6448
+        assert drop_z(table, max(upper - 1e-6, table.drop)) > -1.6450
+
+
+def test_size_of_the_score_test_at_the_boundary() -> None:
+    """A candidate exactly at the margin passes about 5 % of the time."""
+    rng = np.random.default_rng(0)
+    draws = rng.multinomial(400, [0.03, 0.01, 0.96], size=4000)
+    passed = np.mean([drop_upper(counts(400, int(b), int(c))) < 0.02 for b, c, _ in draws])
+    assert 0.03 < passed < 0.065
+
+
+def test_paired_counts() -> None:
+    found = paired_counts([True, True, False, False, True], [True, False, True, False, False])
+    assert found == PairedCounts(num_items=5, num_base_ok=3, lost=2, gained=1)
+    with pytest.raises(ValueError):
+        paired_counts([True], [])
+
+
+def ratio(sums: np.ndarray) -> np.ndarray:
+    return np.exp(sums[:, 0] / sums[:, 1])
+
+
+def test_bootstrap_is_seeded_and_scales_with_the_number_of_clusters() -> None:
+    rng = np.random.default_rng(1)
+    few = np.stack([rng.normal(0.1, 1.0, 30), np.full(30, 10.0)], axis=1)
+    many = np.tile(few, (16, 1))
+    sampling = Sampling(draws=2000)
+    narrow, wide = cluster_bootstrap(many, ratio, sampling), cluster_bootstrap(few, ratio, sampling)
+    assert wide == cluster_bootstrap(few, ratio, sampling)
+    assert wide.lower < wide.estimate < wide.upper
+    assert narrow.estimate == pytest.approx(wide.estimate)
+    shrink = (wide.upper - wide.lower) / (narrow.upper - narrow.lower)
+    assert shrink == pytest.approx(4, rel=0.15)
+
+
+def test_bootstrap_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(2)
+    below = 0
+    for trial in range(300):
+        values = rng.exponential(1.0, size=40)
+        sums = np.stack([values, np.ones(40)], axis=1)
+        interval = cluster_bootstrap(
+            sums, lambda s: s[:, 0] / s[:, 1], Sampling(draws=1000, seed=trial)
+        )
+        below += interval.upper < 1.0
+    assert 0.02 < below / 300 < 0.10
+
+
+def test_clusters_that_depend_on_each_other_widen_the_interval() -> None:
+    """Tokens of a document are alike: treating them as independent would be too sure."""
+    rng = np.random.default_rng(3)
+    documents = rng.normal(0.0, 1.0, size=(40, 1)).repeat(50, axis=1)
+    tokens = documents + rng.normal(0.0, 1.0, size=documents.shape)
+    mean = lambda s: s[:, 0] / s[:, 1]  # noqa: E731
+    by_document = cluster_bootstrap(
+        np.stack([tokens.sum(1), np.full(40, 50.0)], 1), mean, Sampling(draws=2000)
+    )
+    by_token = cluster_bootstrap(
+        np.stack([tokens.ravel(), np.ones(2000)], 1), mean, Sampling(draws=2000)
+    )
+    assert by_document.upper - by_document.lower > 3 * (by_token.upper - by_token.lower)
+
+
+def test_bootstrap_without_information_claims_none() -> None:
+    one = cluster_bootstrap(np.array([[1.0, 10.0]]), ratio, Sampling(draws=1000))
+    assert one.lower == -math.inf
+    assert one.upper == math.inf
+    same = cluster_bootstrap(np.tile([[1.0, 10.0]], (5, 1)), ratio, Sampling(draws=1000))
+    assert same.lower == same.upper == same.estimate
+    broken = cluster_bootstrap(np.array([[math.nan, 1.0], [0, 1]]), ratio, Sampling(draws=1000))
+    assert math.isnan(broken.estimate)
