@@ -1,0 +1,192 @@
+"""Invented business records: parties, dates, sums, order numbers.
+
+Each half draws from its own names and its own numbers, so that no filled record can occur in
+both: days of the month are even in the train half and odd in the gate half, sums are even or
+odd in their tens, serial numbers by their last digit. It knows nothing of wording.
+"""
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+from random import Random
+
+from calib_data.banks import Half, Lang, between, chance, choose, fill, pick, values
+
+MONTHS = (
+    "January", "February", "March", "April", "May", "June",
+    "July", "August", "September", "October", "November", "December",
+)  # fmt: skip
+_ONES = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
+    "nineteen",
+)  # fmt: skip
+_TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_CURRENCY_NAMES = {
+    "EUR": "euros",
+    "USD": "US dollars",
+    "GBP": "pounds sterling",
+    "CHF": "Swiss francs",
+    "SGD": "Singapore dollars",
+}
+_SPELLED = ("days", "notice_days", "pay_days", "months")
+
+
+def seeded(*parts: object) -> Random:
+    """A generator that depends on the parts alone, so that rows do not depend on each other."""
+    return Random("/".join(map(str, parts)))
+
+
+def document_id(half: Half, source: str, seed: int, index: int) -> str:
+    digest = sha256(f"{half}/{source}/{seed}/{index}".encode()).hexdigest()
+    return f"{half[0]}-{source}-{digest[:10]}"
+
+
+def in_words(number: int) -> str:
+    """English words for 0 to 99."""
+    if number < 20:
+        return _ONES[number]
+    tens, ones = divmod(number, 10)
+    return _TENS[tens] + (f"-{_ONES[ones]}" if ones else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Date:
+    year: int
+    month: int
+    day: int
+
+    @property
+    def iso(self) -> str:
+        return f"{self.year:04d}-{self.month:02d}-{self.day:02d}"
+
+    def text(self, style: str) -> str:
+        """Styles: iso, dmy (12 March 2027), mdy (March 12, 2027), zh."""
+        if style == "dmy":
+            return f"{self.day} {MONTHS[self.month - 1]} {self.year}"
+        if style == "mdy":
+            return f"{MONTHS[self.month - 1]} {self.day}, {self.year}"
+        if style == "zh":
+            return f"{self.year}\u5e74{self.month}\u6708{self.day}\u65e5"
+        return self.iso
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """What fills one document. `said` holds fixed values; other names are drawn when met.
+
+    Drawing is lazy on purpose: "{days}" in two clauses is two periods, "{A}" is one party.
+    """
+
+    rng: Random
+    half: Half
+    lang: Lang
+    said: dict[str, str] = field(default_factory=dict)
+    gold: dict[str, object] = field(default_factory=dict)
+    spell_numbers: bool = False
+    date_style: str = "iso"
+
+    def render(self, text: str) -> str:
+        filled = fill(choose(text, self.rng, self.half), self.value)
+        return filled.replace("..", ".")  # "B.V." at the end of a sentence
+
+    def value(self, name: str) -> str:
+        text = self.said[name] if name in self.said else self._draw(name)
+        if self.spell_numbers and name in _SPELLED and text.isdigit():
+            return f"{in_words(int(text))} ({text})"
+        return text
+
+    def draw(self, pool: str) -> str:
+        """A value of a pool of this language, else of a pool common to all."""
+        found = values(f"{self.lang}.{pool}", self.half) or values(pool, self.half)
+        if not found:
+            raise KeyError(f"no value or pool is called {pool!r}")
+        return pick(self.rng, found)
+
+    def _draw(self, name: str) -> str:
+        if name == "years" and self.lang == "zh":
+            return self.draw("years_zh")
+        makers = {"cap": self.large_sum, "deposit": self.small_sum, "phone": self.phone}
+        return makers[name]() if name in makers else self.draw(name)
+
+    def parity(self, number: int) -> int:
+        """The nearest number at or above with this half's parity (train even, gate odd)."""
+        return number + (number + (self.half == "gate")) % 2
+
+    def serial(self, digits: int) -> str:
+        low = 10 ** (digits - 1)
+        return str(self.parity(between(self.rng, low, 10 * low - 2)))
+
+    def date(self, first_year: int = 2024, last_year: int = 2028) -> Date:
+        year, month = between(self.rng, first_year, last_year), between(self.rng, 1, 12)
+        return Date(year, month, self.parity(between(self.rng, 1, 27)))
+
+    def amount(self, low: int, high: int) -> int:
+        """A round sum whose tens are even or odd by half; below 100 steps of 10."""
+        return self.parity(between(self.rng, low // 10, high // 10)) * 10
+
+    def money(self, amount: int, currency: str) -> str:
+        if self.lang == "zh":
+            return f"\u4eba\u6c11\u5e01{amount:,}\u5143"
+        return f"{currency} {amount:,}"
+
+    def price(self) -> str:
+        """A retail price with cents, for service dialogs."""
+        whole, cents = self.parity(between(self.rng, 18, 480)), pick(self.rng, ("00", "50", "90"))
+        currency = self.said.get("currency", "EUR")
+        return f"{whole}.{cents}\u5143" if self.lang == "zh" else f"{currency} {whole}.{cents}"
+
+    def large_sum(self) -> str:
+        return self.money(self.amount(250_000, 4_000_000), self.said.get("currency", "EUR"))
+
+    def small_sum(self) -> str:
+        return self.money(self.amount(800, 30_000), self.said.get("currency", "EUR"))
+
+    def phone(self) -> str:
+        """From the range 555-0100 to 555-0199, which is reserved for fiction."""
+        return f"+1-{between(self.rng, 2, 9)}00-555-01{self.parity(between(self.rng, 10, 98))}"
+
+    def name(self) -> str:
+        """An invented name without legal form: `Brimvale`."""
+        if self.lang == "zh":
+            return self.draw("start")
+        return self.draw("start") + self.draw("end")
+
+    def company(self) -> str:
+        space = "" if self.lang == "zh" else " "
+        return space.join((self.name(), self.draw("sector"), self.draw("suffix")))
+
+    def person(self) -> str:
+        if self.lang == "zh":
+            return self.draw("family") + self.draw("given")
+        return f"{self.draw('first')} {self.name()}"
+
+    def address(self) -> str:
+        number = self.parity(between(self.rng, 2, 196))
+        if self.lang == "zh":
+            return f"{self.draw('city')}{self.draw('street')}{number}\u53f7"
+        return f"{number} {self.name()} {self.draw('street')}, {self.draw('city')}"
+
+    def mail(self, user: str) -> str:
+        name = self.name().lower() if self.lang == "en" else f"corp{self.serial(4)}"
+        return f"{user}@{name}.example.com"
+
+    def order(self) -> str:
+        return f"{self.draw('order_prefix')}-{self.serial(6)}"
+
+
+def new_record(rng: Random, half: Half, lang: Lang) -> Record:
+    """A record with what every kind of document needs."""
+    record = Record(rng=rng, half=half, lang=lang)
+    record.date_style = "zh" if lang == "zh" else pick(rng, ("iso", "dmy", "mdy"))
+    record.spell_numbers = lang == "en" and chance(rng, 0.35)
+    currency = "CNY" if lang == "zh" else record.draw("currency")
+    record.said |= {"currency": currency, "currency_name": _CURRENCY_NAMES.get(currency, currency)}
+    record.said["date"] = _keep_date(record, "date", record.date(2024, 2027))
+    record.said["date2"] = _keep_date(record, "date2", record.date(2027, 2028))
+    record.said |= {"city": record.draw("city"), "city2": record.draw("city")}
+    return record
+
+
+def _keep_date(record: Record, key: str, date: Date) -> str:
+    record.gold[key] = date.iso
+    return date.text(record.date_style)
