@@ -1,4 +1,4 @@
-"""Text on both sides of the engine: tokenizer, chat template, incremental detokenizing, stop strings.
+"""Text on both sides of the engine: tokenizer, chat template, detokenizing, stop strings.
 
 Knows nothing of engines, kernels, HTTP or processes; the engine in turn sees token ids only.
 """

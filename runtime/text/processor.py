@@ -143,11 +143,12 @@ class TextProcessor:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         *,
+        min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> TextStream:
         """Incremental detokenizing for one continuation of a prompt (keeps a leading space)."""
         table = self._pieces.visible if skip_special_tokens else self._pieces.raw
-        return TextStream(table, stop, include_stop)
+        return TextStream(table, stop, include_stop, min_tokens)
 
     def _check(self) -> None:
         """Refuse a tokenizer we would decode wrongly and a template that cannot render at all."""

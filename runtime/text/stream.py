@@ -18,7 +18,8 @@ class TextStream:
     What may still change is held back: the bytes of an unfinished character and the beginning of a
     possible stop string. Stop strings are looked for after each token; the match that begins first
     wins (the shorter one of two that begin together). Nothing of it is ever sent, unless
-    `include_stop`, and tokens after the one that completed it are not consumed.
+    `include_stop`, and tokens after the one that completed it are not consumed. Nothing stops
+    before `min_tokens` tokens.
 
     Attributes:
         stopped: the stop string that matched, or None.
@@ -26,7 +27,11 @@ class TextStream:
     """
 
     def __init__(
-        self, pieces: Sequence[bytes], stop: Sequence[str] = (), include_stop: bool = False
+        self,
+        pieces: Sequence[bytes],
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         """`pieces[i]` are the bytes token i adds to the text; ids beyond it add nothing."""
         self.stopped: str | None = None
@@ -35,6 +40,7 @@ class TextStream:
         self._stops = [(s.encode(), s) for s in stop]
         self._longest_stop = max((len(s) for s, _ in self._stops), default=0)
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._held = bytearray()
         self._open: deque[bytes] = deque()  # pieces of tokens whose text is not fully sent
         self._open_sent = 0  # bytes of the first open piece (and on) that were sent
@@ -72,7 +78,7 @@ class TextStream:
         self.num_tokens += 1
         self._held += piece
         self._open.append(piece)
-        if self._stops:
+        if self._stops and self.num_tokens >= self._min_tokens:
             self._match(max(0, len(self._held) - len(piece) - self._longest_stop + 1))
 
     def _match(self, start: int) -> None:
