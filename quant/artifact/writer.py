@@ -137,20 +137,29 @@ class ArtifactWriter:
         quantization_config is made here. Raises the ArtifactError of whatever is inconsistent, in
         which case `out` is as it was.
         """
-        shards = self._load_records()
-        config = self._config(manifest, config)
-        tensors = self._tensors(shards)
-        self._write_json(CONFIG_NAME, config)
-        self._write_json(INDEX_NAME, _index(tensors))
-        sealed = manifest.model_copy(
-            update={"tensors": tensors, "files": self._file_records(shards)}
-        )
-        write_file(self._files / MANIFEST_NAME, sealed.to_bytes())
-        open_artifact(self._files).reader.close()
-        write_file(self._sealed_marker, sha256_of(self._files / MANIFEST_NAME).encode())
+        try:
+            digest = self._complete(manifest, config)
+        except BaseException:
+            for name in _WRITTEN_BY_SEAL:  # nobody may take what is staged for a model
+                (self._files / name).unlink(missing_ok=True)
+            raise
+        write_file(self._sealed_marker, digest.encode())
         move_into_place(self._files, self.out, self._staging / "replaced")
         self._remove_staging()
         return open_artifact(self.out)
+
+    def _complete(self, manifest: Manifest, config: Mapping[str, Any]) -> str:
+        """Write config, index and manifest; check the whole; return the digest."""
+        shards = self._load_records()
+        tensors = self._tensors(shards)
+        self._write_json(CONFIG_NAME, self._config(manifest, config))
+        self._write_json(INDEX_NAME, _index(tensors))
+        files = self._file_records(shards)
+        sealed = manifest.model_copy(update={"tensors": tensors, "files": files})
+        write_file(self._files / MANIFEST_NAME, sealed.to_bytes())
+        artifact = open_artifact(self._files)
+        artifact.reader.close()
+        return artifact.digest
 
     def discard(self) -> None:
         """Give the job up: remove the staging folder. `out` is as it was."""

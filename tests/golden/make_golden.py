@@ -166,15 +166,14 @@ def manifest() -> Manifest:
     )
 
 
-def build(out: Path) -> Artifact:
-    """Write the golden artifact to `out`."""
-    writer = ArtifactWriter(out, num_shards=NUM_SHARDS, job={"golden": 1})
-    writer.write_shard(0, outer_tensors())
-    for layer in range(NUM_LAYERS):
-        writer.write_shard(layer + 1, layer_tensors(layer))
-    writer.write_file("recipe.yaml", manifest().recipe.text.encode())
-    writer.write_file("generation_config.json", b'{"eos_token_id": 2}\n')
-    return writer.seal(manifest(), CONFIG)
+def build(out: Path, *, overwrite: bool = False) -> Artifact:
+    """Write the golden artifact to `out`, resuming an unfinished one."""
+    with ArtifactWriter(out, num_shards=NUM_SHARDS, job={"golden": 1}, overwrite=overwrite) as job:
+        for index in sorted(set(range(NUM_SHARDS)) - job.committed):
+            job.write_shard(index, layer_tensors(index - 1) if index else outer_tensors())
+        job.write_file("recipe.yaml", manifest().recipe.text.encode())
+        job.write_file("generation_config.json", b'{"eos_token_id": 2}\n')
+        return job.seal(manifest(), CONFIG)
 
 
 if __name__ == "__main__":

@@ -114,10 +114,12 @@ def test_no_bytes_lead_to_anything_but_a_clear_error(
     save_file(ONE, path)
     whole = path.read_bytes()
     path.write_bytes(whole[:keep] + data + whole[keep + len(data) :])
+    message = ""
     try:
         read_header(path)
     except IntegrityError as error:
-        assert path.name in str(error)
+        message = str(error)
+    assert not message or path.name in message
 
 
 def test_index_and_shards_must_agree(sharded: Path) -> None:
