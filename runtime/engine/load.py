@@ -72,9 +72,7 @@ def load(path: Path, config: EngineConfig) -> Loaded:
     return Loaded(decoder=decoder, kv=kv, resolved=resolved, artifact=artifact)
 
 
-def make_cache(
-    decoder: Decoder, numerics: Numerics, num_blocks: int, block_size: int
-) -> KVCache:
+def make_cache(decoder: Decoder, numerics: Numerics, num_blocks: int, block_size: int) -> KVCache:
     """An empty pool; fp8 with the artifact's scales, 1.0 where it has none."""
     return KVCache(
         decoder.spec,
