@@ -29,14 +29,14 @@ class MetricInfo:
 
 
 METRICS: dict[str, MetricInfo] = {
-    "perplexity_ratio": MetricInfo(label="Mean PPL(Q)/PPL(base)", limit="max"),
+    "perplexity_ratio": MetricInfo(label="PPL(Q)/PPL(base)", limit="max"),
     "kl_mean": MetricInfo(label="Mean KLD", limit="max"),
     "top1_agreement": MetricInfo(label="Same top p", limit="min"),
     "json_valid": MetricInfo(label="JSON valid", limit="max_drop"),
     "schema_valid": MetricInfo(label="Schema valid", limit="max_drop"),
-    "field_completeness": MetricInfo(label="Field completeness", limit="max_drop"),
+    "field_completeness": MetricInfo(label="Fields complete", limit="max_drop"),
     "field_f1": MetricInfo(label="Field F1", limit="max_drop"),
-    "critical_fields": MetricInfo(label="Critical fields right", limit="max_drop"),
+    "critical_fields": MetricInfo(label="Critical fields", limit="max_drop"),
 }
 
 

@@ -43,11 +43,12 @@ class Measurement:
 
 
 def format_value(value: float, unit: Unit) -> str:
-    """A value in words a person compares: 1.034, 0.0215 nats, 92.1 %, -3.3 pp."""
+    """A value as a person compares it: 1.0340, 0.0215 nats, 92.1 %, +3.3 pp."""
+    value += 0.0  # no minus sign on zero
     if unit == "ratio":
         return f"{value:.4f}"
     if unit == "nats":
-        return f"{value:.4g} nats" if abs(value) < 0.001 else f"{value:.4f} nats"
+        return f"{value:.4f} nats"
     if unit == "share":
         return f"{value:.1%}"
     return f"{value * 100:+.1f} pp"

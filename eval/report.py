@@ -192,6 +192,7 @@ def to_markdown(evaluation: Evaluation) -> str:
         "\n".join(f"- {step}" for step in wording.next_steps(e)),
         "## Gate",
         _gate_table(e),
+        *wording.remarks(e),
         wording.detectable(e),
         *[f"> {note}" for note in e.notes],
         "## Domains",
@@ -216,7 +217,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def _gate_table(e: Evaluation) -> str:
     return _table(
-        ("metric", "base", "candidate", "difference (interval)", "limit", "verdict"),
+        ("metric", "base", "candidate", "difference [interval]", "limit", "verdict"),
         (
             (
                 METRICS[f.name].label,

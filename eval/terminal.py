@@ -73,6 +73,8 @@ def show(console: Console, written: Written) -> None:
     console.print(_verdict(e, boxed=console.is_terminal))
     console.print()
     console.print(_gate_table(e, console))
+    for line in wording.remarks(e):
+        console.print(Text(line, style="yellow"))
     for note in e.notes:
         console.print(Text(f"note: {note}", style="dim"))
     _show_regressions(console, e)
@@ -106,11 +108,11 @@ def _verdict(e: Evaluation, *, boxed: bool) -> RenderableType:
 
 def _gate_table(e: Evaluation, console: Console) -> Table:
     percent = round((2 * e.sampling.confidence - 1) * 100)
-    table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("metric", no_wrap=True)
     for name in ("base", "candidate"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(f"difference ({percent} % interval)", no_wrap=True)
+    table.add_column(f"difference [{percent} %]", no_wrap=True)
     table.add_column("limit", no_wrap=True)
     table.add_column("verdict", overflow="fold")
     for f in e.verdict.findings:

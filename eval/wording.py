@@ -74,25 +74,44 @@ def value(number: float | None, m: Measurement) -> str:
 
 def difference(m: Measurement) -> str:
     """What is judged, with its interval. A loss has a minus sign, as a reader expects."""
-    if m.unit == "drop":
-        low, high = -m.upper * 100, -m.lower * 100
-        return f"{-m.estimate * 100:+.1f} pp ({low:+.1f} to {high:+.1f})"
-    bounds = f"{format_value(m.lower, m.unit)} to {format_value(m.upper, m.unit)}"
-    return f"{format_value(m.estimate, m.unit)} ({bounds})".replace(" nats", "")
+    sign = -1.0 if m.unit == "drop" else 1.0
+    bounds = sorted((sign * m.lower, sign * m.upper))
+    low, high = (_bare(bound, m) for bound in bounds)
+    return f"{_shown(sign * m.estimate, m)} [{low}, {high}]"
+
+
+def _shown(number: float, m: Measurement) -> str:
+    return format_value(number, m.unit).removesuffix(" nats")
+
+
+def _bare(number: float, m: Measurement) -> str:
+    """Without its unit, which stands with the estimate."""
+    return _shown(number, m).removesuffix("%").removesuffix(" pp")
 
 
 def in_words(finding: Finding) -> str:
-    """pass, FAIL or undecided, with the one thing to know about it."""
+    """pass, FAIL or undecided, and whether the rule is only a guard."""
     word = OUTCOMES[finding.outcome]
-    if finding.outcome == "inconclusive" and "too weak" in finding.reason:
-        word += ": base too weak to judge"
-    elif finding.num_needed is not None:
-        word += f": about {finding.num_needed:,} {finding.measurement.counted} would decide"
-    elif finding.outcome == "inconclusive":
-        word += ": too close to the limit"
-    if finding.alarm:
-        word += "; regression suspected"
     return word if finding.rule.required else f"{word} (guard)"
+
+
+def remarks(evaluation: Evaluation) -> list[str]:
+    """One line for each rule that needs one: what would decide it, or that a loss is suspected."""
+    lines = []
+    for finding in evaluation.verdict.findings:
+        label = METRICS[finding.name].label
+        if finding.outcome == "inconclusive" and "too weak" not in finding.reason:
+            lines.append(f"{label} is undecided: {_what_decides(finding)}.")
+        if finding.alarm:
+            lines.append(f"{label}: regression suspected, more items got worse than chance allows.")
+    return lines
+
+
+def _what_decides(finding: Finding) -> str:
+    if finding.num_needed is None:
+        return "the loss lies too close to the limit for any number of samples"
+    m = finding.measurement
+    return f"about {finding.num_needed:,} {m.counted} would decide, {m.num_scored:,} were used"
 
 
 def regressions(evaluation: Evaluation) -> list[Exchange]:

@@ -10,7 +10,6 @@ from eval.errors import EvaluationError
 from eval.targets.base import Advance, Answer, Finish, Prompt, TokenScores
 from runtime.config import EngineConfig
 from runtime.engine.engine import Engine
-from runtime.engine.numerics import numerics
 from runtime.engine.score import ScoreItem
 from runtime.request import FinishReason, Request, RequestError, SamplingParams
 
@@ -44,7 +43,14 @@ class EngineTarget:
 
     def numerics(self) -> dict[str, str]:
         """device_class, compute_dtype, kv_cache_dtype and lm_head_scheme, for the stamp."""
-        return numerics(self.engine)
+        resolved, artifact = self.engine.resolved, self.engine.artifact
+        assert artifact is not None
+        return {
+            "device_class": resolved.device.partition(":")[0],
+            "compute_dtype": resolved.dtype,
+            "kv_cache_dtype": resolved.kv_cache_dtype,
+            "lm_head_scheme": artifact.schemes()["lm_head"].label,
+        }
 
     def score(
         self, windows: Sequence[Sequence[int]], references: Sequence[Tensor]
