@@ -9,17 +9,18 @@ Nothing is written before `carry_out`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quant.artifact.manifest import MANIFEST_NAME
 from quant.artifact.shipped import Kind, resolve_input
 from quant.calibration import Calibration, load_calibration
 from quant.checkpoint import Source
 from quant.errors import CalibrationError, PipelineError, QuantError, RecipeError
 from quant.estimate import Estimate, estimate
-from quant.machine import free_disk_bytes, free_memory_bytes, measured_flops
+from quant.machine import check_device, free_disk_bytes, free_memory_bytes, measured_flops
 from quant.pipeline import Progress, run
 from quant.plan import Plan, make_plan
 from quant.recipe import CalibrationSettings, Recipe
@@ -81,6 +82,7 @@ def prepare(
     overrides: Mapping[str, Any],
 ) -> Job:
     """Read the recipe and the model, plan, and estimate; calibration files are found, not read."""
+    check_device(device)
     loaded = load_recipe(recipe, overrides)
     files = _calibration_files(calib)
     name = str(model) if model is not None else _recipe_model(loaded)
@@ -112,7 +114,7 @@ def prepare(
         cost=cost,
         tokens=tokens,
         device=device,
-        notes=tuple(_notes(plan, files, cost, device)),
+        notes=tuple(_notes(plan, files, cost)),
     )
 
 
@@ -137,8 +139,8 @@ def carry_out(
     resume: bool = True,
 ) -> RunReport:
     """Calibrate (unless windows are given), quantize, seal, write the reports beside it."""
+    check_out(job, overwrite=overwrite)
     windows = calibration if calibration is not None else calibrate(job)
-    check_disk(job)
     report = run(
         job.source,
         job.plan,
@@ -150,6 +152,8 @@ def carry_out(
         overwrite=overwrite,
         resume=resume,
     )
+    if job.source.kind == "gguf":
+        report = replace(report, unpacked_bytes=job.cost.source_bytes)
     files = {
         "report.json": report_json(report),
         "report.md": report_markdown(report),
@@ -159,8 +163,15 @@ def carry_out(
     return report
 
 
-def check_disk(job: Job) -> None:
-    """PipelineError when the artifact cannot fit, counting what an interrupted run left."""
+def check_out(job: Job, *, overwrite: bool) -> None:
+    """PipelineError when `out` is taken or the disk too full; costs nothing, so do it first.
+
+    What an interrupted run left counts as already written.
+    """
+    if (job.out / MANIFEST_NAME).exists() and not overwrite:
+        raise PipelineError(
+            f"{job.out}: already holds an artifact; --overwrite replaces it, --out names another"
+        )
     written = sum(p.stat().st_size for p in _partial(job.out).rglob("*") if p.is_file())
     free, needed = free_disk_bytes(job.out), job.cost.artifact_bytes - written
     if free < needed:
@@ -210,15 +221,15 @@ def _model_name(source: Source) -> str:
     return path.stem if path.suffix == ".gguf" else path.name
 
 
-def _notes(plan: Plan, calib: Sequence[Path], cost: Estimate, device: str) -> list[str]:
-    notes = []
+def _notes(plan: Plan, calib: Sequence[Path], cost: Estimate) -> Iterator[str]:
     if calib and not plan.needs_calibration:
-        notes.append("this recipe needs no calibration; --calib is not used")
+        yield "this recipe needs no calibration; --calib is not used"
     if plan.needs_calibration and not calib:
-        notes.append("this recipe needs calibration text: give --calib FILE to run it")
+        yield "this recipe needs calibration text: give --calib FILE to run it"
+    if plan.dtype == "float32" and any(row.method != "none" for row in plan.rows):
+        yield "dense parts and scales stay float32; --dtype bfloat16 halves them"
     if (free := free_memory_bytes()) < cost.peak_memory_bytes:
-        notes.append(
+        yield (
             f"about {cost.peak_memory_bytes / 1e9:.1f} GB of memory are needed and "
             f"{free / 1e9:.1f} GB are free; use fewer --samples or shorter --max-tokens"
         )
-    return notes

@@ -317,10 +317,11 @@ def _show_plan(job: Job, *, every_module: bool) -> None:
 
 
 def _carry_out(job: Job, *, overwrite: bool, resume: bool) -> None:
-    from quant.api import calibrate, carry_out
+    from quant.api import calibrate, carry_out, check_out
     from quant.progress import make_progress
     from quant.report_render import coverage_line, render_summary
 
+    check_out(job, overwrite=overwrite)
     calibration = None
     if job.plan.needs_calibration:
         with err_console.status("reading calibration rows"):

@@ -17,6 +17,8 @@ PROCESS_BYTES = 600 * 10**6
 # Every layer runs twice: once to see its inputs, once quantized to feed the next layer.
 PASSES = 2
 _DISK_BYTES_PER_S = 200e6
+# GPTQ goes column by column: small steps, whose overhead outweighs arithmetic on small layers.
+_SECONDS_PER_COLUMN = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ def _peak_memory(plan: Plan, tokens: int, batch_tokens: int) -> int:
     hidden_states = 2 * tokens * plan.hidden_size
     batch = 4 * min(batch_tokens, tokens) * widest
     in_layer = 3 * weights + hessians + 3 * largest + batch
-    embedding = 2 * plan.vocab_size * plan.hidden_size
+    embedding = 4 * plan.vocab_size * plan.hidden_size
     return PROCESS_BYTES + 4 * (hidden_states + max(in_layer, embedding))
 
 
@@ -125,6 +127,7 @@ def _seconds(plan: Plan, tokens: int, num_weights: int, flops_per_s: float) -> f
     for rows in layers:
         flops += sum(2 * tokens * columns**2 + 2 * columns**3 for columns in _inputs(rows))
         flops += sum(2 * _weights(row) * row.shape[1] for row in rows if row.method == "gptq")
-    return (
-        flops / flops_per_s + 2 * num_weights * DTYPE_BYTES[plan.source_dtype] / _DISK_BYTES_PER_S
-    )
+    arithmetic = flops / flops_per_s
+    steps = _SECONDS_PER_COLUMN * sum(columns for rows in layers for columns in _inputs(rows))
+    moved_bytes = 2 * num_weights * DTYPE_BYTES[plan.source_dtype]
+    return arithmetic + steps + moved_bytes / _DISK_BYTES_PER_S

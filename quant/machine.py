@@ -6,8 +6,10 @@ import shutil
 import time
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
+
+from quant.errors import PipelineError
 
 _SIZE = 1024
 _MIN_SECONDS = 0.05
@@ -24,6 +26,18 @@ def measured_flops(device: str) -> float:
         _wait(device)
         products += 1
     return 2 * _SIZE**3 * products / seconds
+
+
+def check_device(device: str) -> None:
+    """PipelineError unless `device` (`cpu`, `cuda`, `cuda:1`) exists here."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0][:60]
+        raise PipelineError(
+            f"--device {device}: not usable here ({reason}); expected cpu, or cuda on a machine "
+            "with a GPU and a torch built for it"
+        ) from error
 
 
 def _wait(device: str) -> None:

@@ -31,9 +31,11 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`43 s`, `6 min`, `2 h 05 min`."""
+    """`under 1 s`, `43 s`, `6 min`, `2 h 05 min`."""
+    if seconds < 1:
+        return "under 1 s"
     if seconds < 90:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1g} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
@@ -95,7 +97,8 @@ def _totals(plan: Plan, cost: Estimate, tokens: int) -> RenderableType:
     grid.add_row("memory", memory)
     grid.add_row("disk", f"{size(cost.artifact_bytes)} for the artifact, written as layers finish")
     if cost.seconds is not None:
-        grid.add_row("time", f"roughly {duration(cost.seconds)} on this machine")
+        about = "" if cost.seconds < 1 else "about "
+        grid.add_row("time", f"{about}{duration(cost.seconds)} on this machine")
     return grid
 
 

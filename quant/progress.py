@@ -51,7 +51,7 @@ class BarProgress:
 
 
 class LineProgress:
-    """One line for the first layer and then at most one every ten seconds."""
+    """A line for the first layer, then at most one every ten seconds, and rarer as time goes by."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -61,9 +61,10 @@ class LineProgress:
 
     def layer(self, index: int, text: str) -> None:
         now = time.monotonic()
-        if now - self._spoke < _LINE_EVERY_S:
+        elapsed = now - self._began
+        if now - self._spoke < max(_LINE_EVERY_S, elapsed / 10):
             return
-        self._spoke, elapsed = now, now - self._began
+        self._spoke = now
         left = elapsed / index * (self._total - index) if index else None
         rest = "" if left is None else f", about {duration(left)} left"
         self._console.print(f"{text} ({duration(elapsed)} so far{rest})")

@@ -46,6 +46,7 @@ class ModuleResult:
 class RunReport:
     """The whole run. Bytes are of all weights (source, artifact); seconds per stage, in order.
 
+    unpacked_bytes: what a GGUF source's weights take as floats, else None.
     peak_memory_bytes: largest resident size of the process. resumed_layers: taken over from an
     earlier, interrupted run. tools: library name -> version.
     """
@@ -63,6 +64,7 @@ class RunReport:
     peak_memory_bytes: int
     device: str = "cpu"
     threads: int = 1
+    unpacked_bytes: int | None = None
     resumed_layers: int = 0
     coverage: Coverage | None = None
     warnings: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from quant.report import ModuleResult, RunReport, by_kind
 
 Rows = list[tuple[str, ...]]
 _KIND_HEADER = ("modules", "scheme", "method", "count", "error mean", "error max", "size")
-_WORST_HEADER = ("module", "scheme", "method", "error", "note")
+_WORST_HEADER = ("module", "scheme", "method", "error")
 
 
 def render_summary(report: RunReport) -> Group:
@@ -150,10 +150,7 @@ def _kind_row(name: str, kind: Sequence[ModuleResult]) -> tuple[str, ...]:
 
 def worst_rows(report: RunReport) -> Rows:
     """The five modules with the largest error."""
-    return [
-        (m.module, m.scheme, m.method, f"{m.rel_error or 0:.2%}", m.fallback or m.note)
-        for m in report.worst()
-    ]
+    return [(m.module, m.scheme, m.method, f"{m.rel_error or 0:.2%}") for m in report.worst()]
 
 
 def fallback_rows(report: RunReport) -> list[tuple[str, str]]:
@@ -169,16 +166,18 @@ def _title(report: RunReport) -> str:
 
 
 def _size(report: RunReport) -> str:
-    before, after = report.source_bytes, report.artifact_bytes
+    before, after = report.unpacked_bytes or report.source_bytes, report.artifact_bytes
     change = f" ({before / after:.2f}x smaller)" if after < before else ""
-    return f"{size(before)} -> {size(after)}{change}"
+    packed = f"; the GGUF has {size(report.source_bytes)}" if report.unpacked_bytes else ""
+    return f"{size(before)} -> {size(after)}{change}{packed}"
 
 
 def _time(report: RunReport) -> str:
-    stages = ", ".join(f"{name} {duration(s)}" for name, s in report.seconds.items())
+    stages = [f"{name} {duration(s)}" for name, s in report.seconds.items()]
+    split = f" ({', '.join(stages)})" if len(stages) > 1 else ""
     resumed = f"; {report.resumed_layers} layers resumed" if report.resumed_layers else ""
-    device = f"{report.device}, {report.threads} threads"
-    return f"{duration(report.total_seconds)} ({stages}) on {device}{resumed}"
+    device = f"{report.device}, {report.threads} thread{'s' if report.threads > 1 else ''}"
+    return f"{duration(report.total_seconds)}{split} on {device}{resumed}"
 
 
 def _facts(report: RunReport) -> RenderableType:
@@ -191,17 +190,16 @@ def _facts(report: RunReport) -> RenderableType:
 
 
 def _worst(report: RunReport) -> Iterator[RenderableType]:
-    yield _table(_WORST_HEADER, worst_rows(report), num_left=3)
+    yield _table(_WORST_HEADER, worst_rows(report))
     yield Text(error_meaning(report), style="dim")
     for names, reason in fallback_rows(report):
         yield Text(f"fell back: {names}: {reason}", style="yellow")
 
 
-def _table(header: Sequence[str], rows: Rows, num_left: int = 3) -> Table:
+def _table(header: Sequence[str], rows: Rows) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(header):
-        right = index >= num_left and name != "note"
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
+        table.add_column(name, justify="right" if index >= 3 else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
@@ -234,6 +232,7 @@ def _coverage_tables(coverage: Coverage) -> Iterator[str]:
 
 def _coverage_facts(coverage: Coverage) -> list[tuple[str, str]]:
     langs = ", ".join(f"{lang} {count}" for lang, count in coverage.by_lang.items())
+    langs = "" if list(coverage.by_lang) == ["unknown"] else langs
     ignored = ", ".join(f"{key} ({count} rows)" for key, count in coverage.ignored_keys.items())
     found = [
         ("used", coverage_line(coverage)),
