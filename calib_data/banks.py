@@ -19,6 +19,7 @@ Item = TypeVar("Item")
 BANKS = Path(__file__).resolve().parent / "banks"
 _MARKS = {"train": "t-", "gate": "g-"}
 _CHOICE = re.compile(r"<([^<>]*\|[^<>]*)>")
+_ARTICLE = re.compile(r"\b([Aa]) (?=[aeio])(?!one\b)")
 _GAP = re.compile(r"\{(\w+)\}")
 
 
@@ -77,4 +78,9 @@ def choose(text: str, rng: Random, half: Half) -> str:
 
 def fill(text: str, value: Callable[[str], str]) -> str:
     """Replace every `{name}` by `value(name)`; what it raises for an unknown name passes on."""
-    return _GAP.sub(lambda match: value(match.group(1)), text)
+    return with_article(_GAP.sub(lambda match: value(match.group(1)), text))
+
+
+def with_article(text: str) -> str:
+    """`a order` becomes `an order`, since a line does not know what will fill it."""
+    return _ARTICLE.sub(r"\1n ", text)

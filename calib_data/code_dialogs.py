@@ -7,7 +7,7 @@ the JSONL shapes.
 from dataclasses import dataclass
 from random import Random
 
-from calib_data.banks import Half, Lang, between, chance, fill, lines, pick
+from calib_data.banks import Half, Lang, between, chance, fill, lines, pick, with_article
 from calib_data.code_tasks import (
     Snippet,
     broken,
@@ -107,7 +107,7 @@ def settle(record: Record, text: str) -> str:
     """Fill the @name@ gaps of a snippet."""
     for name, value in record.said.items():
         text = text.replace(f"@{name}@", value)
-    return text
+    return with_article(text)
 
 
 def sql_task(rng: Random, half: Half) -> tuple[Record, str, str]:

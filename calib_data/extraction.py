@@ -130,9 +130,8 @@ def _javascript(rng: Random, half: Half, lang: Lang) -> Passage:
     is_async, fields = chance(rng, 0.5), list(_shuffled_fields(record))
     verb = pick(rng, ("load", "save", "merge") if half == "train" else ("send", "check", "fetch"))
     name = f"{verb}{record.said['Items']}"
-    call = settle(
-        record, "await store.@num@For(@items@)" if is_async else "store.@num@For(@items@)"
-    )
+    wait = "await " if is_async else ""
+    call = settle(record, f"{wait}store.@num@For(@items@, @n1@)")
     head = "async function" if is_async else "function"
     body = f"{head} {name}({', '.join(fields)}) {{\n  return {call};\n}}"
     return fenced(body, "javascript"), {

@@ -120,6 +120,13 @@ class Record:
         year, month = between(self.rng, first_year, last_year), between(self.rng, 1, 12)
         return Date(year, month, self.parity(between(self.rng, 1, 27)))
 
+    def set_dates(self, date: Date) -> None:
+        """Say `date`, and as `date2` a day of the following month."""
+        year, month = (date.year, date.month + 1) if date.month < 12 else (date.year + 1, 1)
+        later = Date(year, month, self.parity(between(self.rng, 1, 27)))
+        self.gold["date"] = date.iso
+        self.said |= {"date": date.text(self.date_style), "date2": later.text(self.date_style)}
+
     def amount(self, low: int, high: int) -> int:
         """A round sum whose tens are even or odd by half; below 100 steps of 10."""
         return self.parity(between(self.rng, low // 10, high // 10)) * 10
@@ -181,12 +188,6 @@ def new_record(rng: Random, half: Half, lang: Lang) -> Record:
     record.spell_numbers = lang == "en" and chance(rng, 0.35)
     currency = "CNY" if lang == "zh" else record.draw("currency")
     record.said |= {"currency": currency, "currency_name": _CURRENCY_NAMES.get(currency, currency)}
-    record.said["date"] = _keep_date(record, "date", record.date(2024, 2027))
-    record.said["date2"] = _keep_date(record, "date2", record.date(2027, 2028))
+    record.set_dates(record.date(2024, 2027))
     record.said |= {"city": record.draw("city"), "city2": record.draw("city")}
     return record
-
-
-def _keep_date(record: Record, key: str, date: Date) -> str:
-    record.gold[key] = date.iso
-    return date.text(record.date_style)

@@ -37,6 +37,7 @@ def service_record(rng: Random, half: Half, lang: Lang, intent: str | None = Non
     record.said |= {"money": record.price(), "mail": record.mail("orders")}
     record.said |= {"ticket": f"T{record.serial(5)}", "err": record.serial(3)}
     record.said["ver"] = f"{1 + int(rng.random() * 4)}.{record.serial(2)}"
+    record.set_dates(record.date(2024, 2027))
     record.gold |= {
         "intent": record.said["intent"],
         "tool": TOOLS[record.said["intent"]],

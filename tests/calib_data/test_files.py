@@ -3,21 +3,25 @@
 import ast
 import json
 import re
+import sqlite3
 import subprocess
 import sys
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
 
 from calib_data import generate
+from calib_data.banks import values
 from calib_data.contracts import contract_record, contract_text
 from calib_data.records import in_words, seeded
 
 SHIPPED = Path(generate.__file__).parent
 TRAIN = ("contracts.jsonl", "service.jsonl", "code.jsonl")
 FILES = (*TRAIN, "gate/text.jsonl", "gate/extraction.jsonl")
+FLAGS, NUMBERS, KEYS = (values(f"py.{name}", "train") for name in ("flag", "num", "key"))
 FENCE = re.compile(r"```(\w+)\n(.*?)\n```", re.DOTALL)
 
 
@@ -172,6 +176,28 @@ def test_python_in_answers_parses_and_tests_in_answers_pass() -> None:
                 proved += 1
     assert parsed > 100
     assert proved > 15
+
+
+def test_shell_and_sql_in_answers_are_understood() -> None:
+    checked: Counter[str] = Counter()
+    for row in generate.train_rows("code", 300):
+        for language, code in FENCE.findall(text_of(row)):
+            if language == "sh" and checked["sh"] < 20:
+                subprocess.run(["sh", "-n"], input=code.encode(), check=True)
+            elif language == "sql":
+                explain(code)
+            checked[language] += 1
+    assert checked["sh"] > 5
+    assert checked["sql"] > 20
+
+
+def explain(query: str) -> None:
+    """Let SQLite compile the query over a table that has every column it may name."""
+    columns = [*FLAGS, *NUMBERS, *KEYS, "created_at"]
+    table = re.search(r"FROM (\w+)", query)[1]
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.execute(f"CREATE TABLE {table} ({', '.join(columns)})")
+        database.execute(f"EXPLAIN {query.replace('DATE ', '')}")
 
 
 def test_code_documents_hold_true_tests() -> None:
