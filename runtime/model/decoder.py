@@ -147,7 +147,7 @@ class Decoder:
         kv_scales: tuple[float, float],
     ) -> Tensor:
         spec, norms = self.spec, layer.norms
-        heads_THD = layer.qkv(x_TE).unflatten(1, (-1, spec.head_dim))
+        heads_THD = layer.qkv(x_TE).view(len(x_TE), -1, spec.head_dim)
         qk_THD = heads_THD[:, : spec.heads + spec.kv_heads]
         if norms.q is not None and norms.k is not None:
             _normalize_heads_(qk_THD, spec, norms.q, norms.k)

@@ -125,7 +125,9 @@ class _Weights:
 
     def _expected(self) -> dict[str, tuple[int, ...]]:
         spec = self._spec
-        expected = {f"{self.prefix}embed_tokens.weight": (spec.vocab, spec.hidden)}
+        expected: dict[str, tuple[int, ...]] = {
+            f"{self.prefix}embed_tokens.weight": (spec.vocab, spec.hidden)
+        }
         expected[f"{self.prefix}norm.weight"] = (spec.hidden,)
         for i in range(spec.num_layers):
             for module, shape, has_bias in _linears(spec):

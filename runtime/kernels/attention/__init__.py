@@ -79,8 +79,9 @@ def _answer_span(q_THD: Tensor, pool: Tensor, span: LongSpan, scale: float, out:
 
 
 def _answer_tile(q_THD: Tensor, kv_2KLD: Tensor, tile: QueryTile, scale: float) -> Tensor:
-    num_queries, kv_heads = tile.stop - tile.start, kv_2KLD.shape[1]
-    q_KGTD = q_THD[tile.start : tile.stop].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    num_queries, kv_heads, head_dim = tile.stop - tile.start, kv_2KLD.shape[1], kv_2KLD.shape[3]
+    q_TKGD = q_THD[tile.start : tile.stop].view(num_queries, kv_heads, -1, head_dim)
+    q_KGTD = q_TKGD.permute(1, 2, 0, 3)
     # A stride of 0 along G lets the heads of a group share keys without copying them.
     k_KGLD, v_KGLD = kv_2KLD[:, :, None, tile.first_key : tile.last_key].expand(
         -1, -1, q_KGTD.shape[1], -1, -1

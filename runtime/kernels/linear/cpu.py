@@ -87,7 +87,7 @@ def int4_linear(x: Tensor, weight: PackedInt4Weight) -> Tensor:
 
 def unpack_int4(weight: PackedInt4Weight) -> Tensor:
     """The matrix [out, in] in the scale's type; a transient, dropped after the call."""
-    groups = weight.scale.shape[1]
+    rows, groups = weight.scale.shape
     codes = unpack(weight.words, 4, weight.words.shape[1] * 8)
-    values = codes.to(weight.scale.dtype).unflatten(1, (groups, -1))
-    return (values * weight.scale.unsqueeze(-1)).flatten(1)
+    values = codes.to(weight.scale.dtype).view(rows, groups, -1)
+    return values.mul_(weight.scale.unsqueeze(-1)).view(rows, -1)

@@ -14,7 +14,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     x_f32 = x.float()
     mean = torch.linalg.vecdot(x_f32, x_f32).div_(x.shape[-1])
-    return (x_f32 * mean.add_(eps).rsqrt_().unsqueeze(-1)).mul_(weight).to(x.dtype)
+    normed: Tensor = (x_f32 * mean.add_(eps).rsqrt_().unsqueeze(-1)).mul_(weight)
+    return normed.to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

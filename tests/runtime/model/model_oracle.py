@@ -72,7 +72,7 @@ def make_hf(family: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(5.0)
             else:
@@ -83,7 +83,7 @@ def make_hf(family: str, seed: int = 0, **changes: Any) -> Any:
 def artifact_of(
     model: Any, scheme: Scheme = DENSE, config: Mapping[str, Any] | None = None
 ) -> MemoryArtifact:
-    """The model as an artifact; linears in layers get `scheme` (rounded to nearest), others none."""
+    """The model as an artifact; linears in layers get `scheme` by rounding."""
     tied = bool(model.config.tie_word_embeddings)
     tensors: dict[str, torch.Tensor] = {}
     modules: dict[str, Scheme] = {}
