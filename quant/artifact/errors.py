@@ -5,7 +5,7 @@ ArtifactError            anything wrong with an artifact or a checkpoint on disk
 |- FormatVersionError    written by a newer (or never released) format version
 |- ManifestError         artifact.json missing, garbled or at odds with what lies beside it
 |- IntegrityError        bytes missing, truncated, altered; a tensor absent or of the wrong shape
-|- StorageError          the disk refused (full, read-only, not ours); nothing half-written is left
+|- StorageError          the disk refused (full, not ours, in use); nothing half-written is left
 `- UnsafeCheckpointError pickle weights or remote code: refused, never executed
 
 Each message says what was found, what was expected and what to do. Command lines turn these into
@@ -34,7 +34,7 @@ class IntegrityError(ArtifactError):
 
 
 class StorageError(ArtifactError):
-    """Writing failed; whatever was there before is untouched."""
+    """Reading or writing was refused; whatever was there before is untouched."""
 
 
 class UnsafeCheckpointError(ArtifactError):

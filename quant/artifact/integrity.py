@@ -90,10 +90,10 @@ def _changed_tensors(directory: Path, manifest: Manifest, file: str) -> Iterator
 
 
 def _unlisted(directory: Path, manifest: Manifest) -> Iterator[Problem]:
-    for path in sorted(directory.iterdir()):
-        name = path.name
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
         is_known = name in manifest.files or name == MANIFEST_NAME or is_outside_digest(name)
-        if is_known or name.startswith(".") or not path.is_file():
+        if is_known or name.startswith(".") or "/." in name or not path.is_file():
             continue
         if path.suffix in PICKLE_SUFFIXES:
             message = "pickle file that is not part of the artifact; remove it"
@@ -179,11 +179,17 @@ def check_config(config: Mapping[str, Any], manifest: Manifest) -> Iterator[Prob
 
 
 def _check_tied(config: Mapping[str, Any], manifest: Manifest) -> Iterator[Problem]:
-    """A head with weights of its own in a config that ties it would be ignored by loaders."""
-    head = manifest.modules.get("lm_head")
-    if head is not None and config.get("tie_word_embeddings") is True and head.tied_to is None:
-        message = f"tie_word_embeddings is true, but {MANIFEST_NAME} gives lm_head its own weight"
-        yield Problem(subject=CONFIG_NAME, message=message, error=ManifestError)
+    """A head's own weight is ignored by loaders when config.json ties it, and the reverse."""
+    is_tied = config.get("tie_word_embeddings")
+    for name, record in manifest.modules.items():
+        if name.rpartition(".")[2] != "lm_head":
+            continue
+        if is_tied is True and record.tied_to is None:
+            message = f"tie_word_embeddings is true, but {name} has a weight of its own"
+            yield Problem(subject=CONFIG_NAME, message=message, error=ManifestError)
+        if is_tied is False and record.tied_to is not None:
+            message = f"tie_word_embeddings is false, but {name} is tied to {record.tied_to}"
+            yield Problem(subject=CONFIG_NAME, message=message, error=ManifestError)
 
 
 def sha256_of(path: Path, start: int = 0, stop: int | None = None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from quant.artifact.errors import FormatVersionError, ManifestError
+from quant.artifact.errors import FormatVersionError, ManifestError, StorageError
 
 
 def canonical_json(data: Any) -> bytes:
@@ -24,6 +24,8 @@ def parse_object(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ManifestError(f"{path} is missing") from None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):

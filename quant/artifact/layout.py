@@ -296,8 +296,10 @@ def from_tensors(tensors: dict[str, Tensor], scheme: Scheme) -> QuantizedWeight:
 
 
 def _stored_shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
-    stored = tensors["weight_shape"].tolist() if "weight_shape" in tensors else None
-    rows, width = stored if stored is not None else tensors["weight"].shape
+    if "weight_shape" not in tensors:
+        return tensors["weight"].shape[0], tensors["weight"].shape[-1]
+    _check_tensor("weight_shape", tensors["weight_shape"], (2,), (torch.int64,))
+    rows, width = tensors["weight_shape"].tolist()
     return int(rows), int(width)
 
 

@@ -19,7 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from safetensors import safe_open
 from torch import Tensor
 
-from quant.artifact.errors import ArtifactError, IntegrityError, UnsafeCheckpointError
+from quant.artifact.errors import (
+    ArtifactError,
+    IntegrityError,
+    StorageError,
+    UnsafeCheckpointError,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -134,6 +139,8 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         raise IntegrityError(f"{path} is missing; fetch or quantize the model again") from None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _header_length(path: Path, size: int) -> int:

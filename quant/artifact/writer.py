@@ -310,6 +310,9 @@ def _lock(path: Path, out: Path) -> int:
             raise StorageError(
                 f"{out} is being written by process {holder or 'unknown'}; wait for it or stop it"
             ) from None
+        except OSError as error:
+            os.close(descriptor)
+            raise StorageError(f"{path} cannot be locked: {error.strerror}") from None
         if _is_same_file(descriptor, path):
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n".encode())

@@ -193,6 +193,7 @@ def test_altered_small_files_are_found_by_the_fast_check(artifact_dir: Path, nam
     [
         ("model-00004-of-00004.safetensors", IntegrityError),
         ("chat_template.jinja", IntegrityError),
+        ("additional_chat_templates/tool.jinja", IntegrityError),
         ("tokenizer.json", IntegrityError),
         ("pytorch_model.bin", UnsafeCheckpointError),
     ],
@@ -200,6 +201,7 @@ def test_altered_small_files_are_found_by_the_fast_check(artifact_dir: Path, nam
 def test_files_that_do_not_belong(
     artifact_dir: Path, name: str, error: type[ArtifactError]
 ) -> None:
+    (artifact_dir / name).parent.mkdir(exist_ok=True)
     (artifact_dir / name).write_text("{}")
     with pytest.raises(error, match=f"{name}: .*remove it"):
         open_artifact(artifact_dir)

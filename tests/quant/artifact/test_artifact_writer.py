@@ -251,8 +251,12 @@ def test_a_tied_head_is_written_down(golden: ModuleType, out: Path) -> None:
     with writer(out, num_shards=golden.NUM_SHARDS) as job:
         shards(golden, job)
         job.write_shard(0, outer)
-        config = {**golden.CONFIG, "tie_word_embeddings": True}
-        artifact = job.seal(manifest.model_copy(update={"modules": modules}), config)
+        tied = manifest.model_copy(update={"modules": modules})
+        with pytest.raises(
+            ManifestError, match="tie_word_embeddings is false, but lm_head is tied"
+        ):
+            job.seal(tied, golden.CONFIG)
+        artifact = job.seal(tied, {**golden.CONFIG, "tie_word_embeddings": True})
     weight = artifact.weight("lm_head")
     assert isinstance(weight, torch.Tensor)
     assert torch.equal(weight, outer[tied_to])
