@@ -27,6 +27,7 @@ _LACKS = {
 }  # fmt: skip
 # Kinds with a Payment clause, about which money questions may be asked.
 _PAID = {"services", "supply", "licence", "consulting"}
+_SCHEDULED = _PAID - {"licence"}
 _COMMERCIAL = ('"Price"', '"Good Industry', '"Change Request"', '"Authorised User"')
 _ALWAYS = {"termination", "law"}
 _TOPIC_SHARE = {"short": 0.15, "medium": 0.6, "long": 1.0}
@@ -111,7 +112,7 @@ def contract_text(record: Record, size: Size) -> str:
     if size != "short":
         parts.append(_recitals(record))
     parts.append(_numbered(record, _clauses(record, size)))
-    if size == "long" and record.said["kind"] in _PAID:
+    if size == "long" and record.said["kind"] in _SCHEDULED:
         parts.append(_schedule(record))
     parts.append(_signatures(record))
     return "\n\n".join(parts)
@@ -248,9 +249,10 @@ def _price_list(record: Record) -> str:
 def _milestones(record: Record) -> str:
     rows = ["MILESTONES", ""]
     items = _items(record)
-    for i in range(1, between(record.rng, 4, 22)):
+    dates = [record.date(2026, 2028) for _ in range(between(record.rng, 3, 21))]
+    for i, date in enumerate(sorted(dates, key=lambda date: date.iso), 1):
         item = items[i % len(items)]
-        record.said["when"] = record.date(2026, 2028).text(record.date_style)
+        record.said["when"] = date.text(record.date_style)
         record.said |= {"item": item, "part": _part(record), "city": record.draw("city")}
         text = _say(record, "milestone")
         rows.append(f"{i}. {text[0].upper()}{text[1:]}")

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -57,14 +58,30 @@ def _language(source: str, index: int, shape: str) -> Lang:
 
 
 def train_rows(source: str, n: int, seed: int = SEED) -> Iterator[Row]:
-    """Rows of one train file. Row i depends on the seed and i only, not on n."""
+    """Rows of one train file, no two alike. Row i does not depend on n."""
+    seen: set[str] = set()
     for index in range(n):
-        rng = seeded(seed, "train", source, index)
         shapes = _SHAPES[source]
         shape = shapes[index % len(shapes)]
         lang = _language(source, index, shape)
-        body = _train_body(rng, source, lang, shape)
+        parts = (seed, "train", source, index)
+        body = _new_body(parts, source, lang, shape, seen)
         yield _identity("train", source, lang, seed, index) | body
+
+
+def _new_body(
+    parts: tuple[object, ...], source: str, lang: Lang, shape: str, seen: set[str]
+) -> Row:
+    """The first draw that has not been seen; short code tasks do repeat."""
+    draws = (_train_body(seeded(*parts, i), source, lang, shape) for i in count())
+    return next(body for body in draws if _is_new(body, seen))
+
+
+def _is_new(row: object, seen: set[str]) -> bool:
+    key = json.dumps(row, ensure_ascii=False)
+    is_new = key not in seen
+    seen.add(key)
+    return is_new
 
 
 def _identity(half: Half, source: str, lang: Lang, seed: int, index: int) -> Row:

@@ -62,6 +62,7 @@ def test_train_files_mix_all_shapes_and_both_languages(name: str) -> None:
     found = rows(name)
     assert {shape(row) for row in found} == {"text", "messages", "prompt"}
     assert len({row["id"] for row in found}) == len(found) == generate.TRAIN_ROWS
+    assert len({text_of(row) for row in found}) == len(found)
     assert {row["source"] for row in found} == {name.removesuffix(".jsonl")}
     chinese = sum(row["lang"] == "zh" for row in found) / len(found)
     assert 0.08 <= chinese <= 0.25
