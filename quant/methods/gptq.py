@@ -21,15 +21,21 @@ Shape legend: O output rows, I input columns, G groups, S = I / G.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quant.artifact.layout import QuantizedWeight, min_max_qparams, num_groups, round_scale
+from quant.artifact.layout import (
+    QuantizedWeight,
+    dequantize,
+    min_max_qparams,
+    num_groups,
+    round_scale,
+)
 from quant.artifact.scheme import Scheme, WeightScheme
 from quant.methods.rtn import rtn
-from quant.methods.scales import decode, encode, search_scales, store_codes, within
+from quant.methods.scales import decode, encode, grouped, search_scales, store_codes, within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +64,13 @@ class GPTQInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The values a weight may take: scale and zero point spread over columns, [O, I] views."""
+    """The values a weight may take. scale, zero_point: [O, G]. is_zero [O, G]: groups of nothing
+    but zeros, which stay zero: a padded or pruned channel must not be put to use."""
 
     scheme: WeightScheme
     scale: Tensor
     zero_point: Tensor | None
+    is_zero: Tensor
 
     def column(self, index: int) -> tuple[Tensor, Tensor | None]:
         """Scale and zero point of one column, [O] each."""
@@ -78,7 +86,9 @@ class Grid:
     def nearest(self, values: Tensor, column: int) -> Tensor:
         """Codes of `values` [O] in that column, float32."""
         scale, zero = self.column(column)
-        return encode(values, scale, zero, self.scheme)
+        codes = encode(values, scale, zero, self.scheme)
+        resting = torch.zeros_like(codes) if zero is None else zero.float()
+        return torch.where(self.is_zero[:, column // self.group_width], resting, codes)
 
     def value(self, codes: Tensor, column: int) -> Tensor:
         """What `codes` [O] of that column reconstruct to, float32."""
@@ -117,7 +127,8 @@ def gptq(
         return fallback, _info(values, fallback, full, None, dead)
     damped = full + damping * full.diagonal().mean() * torch.eye(len(full), device=full.device)
     scale, zero = _scales(values, full, scheme.weights, scale_dtype, settings)
-    grid = Grid(scheme=scheme.weights, scale=scale, zero_point=zero)
+    is_zero = ~grouped(values, scheme.weights).any(-1)
+    grid = Grid(scheme=scheme.weights, scale=scale, zero_point=zero, is_zero=is_zero)
     codes = _propagate(values, factor, order, grid, settings.block_size)
     for _ in range(settings.refine_rounds):
         codes = _descend(values, codes, damped, order, grid, settings.block_size)
@@ -247,15 +258,12 @@ def _refit_scales(
     if grid.zero_point is not None:
         shifted = codes - grid.zero_point.float().repeat_interleave(_width(codes, grid), 1)
     solution = _solve_scales(weight, shifted, hessian, num_groups(grid.scheme, codes.shape[1]))
-    usable = torch.isfinite(solution) & (solution > 0)
+    usable = torch.isfinite(solution) & (solution > 0) & ~grid.is_zero
     wanted = torch.where(usable, within(solution, scale_dtype), grid.scale.float())
-    trial = Grid(
-        scheme=grid.scheme, scale=round_scale(wanted, scale_dtype), zero_point=grid.zero_point
-    )
+    trial = replace(grid, scale=round_scale(wanted, scale_dtype))
     before = _row_error(weight - grid.values(codes), hessian)
     better = _row_error(weight - trial.values(codes), hessian) < before
-    scale = torch.where(better[:, None], trial.scale, grid.scale)
-    return Grid(scheme=grid.scheme, scale=scale, zero_point=grid.zero_point)
+    return replace(grid, scale=torch.where(better[:, None], trial.scale, grid.scale))
 
 
 def _width(codes: Tensor, grid: Grid) -> int:
@@ -296,8 +304,6 @@ def _info(
 
 def relative_output_error(weight: Tensor, result: QuantizedWeight, hessian: Tensor) -> float:
     """tr(E H E^T) / tr(W H W^T) with E = W - what is stored; 0 for an all-zero weight."""
-    assert result.scheme.weights is not None
-    grid = Grid(scheme=result.scheme.weights, scale=result.scale, zero_point=result.zero_point)
-    error = weight.float() - grid.values(result.codes.float())
+    error = weight.float() - dequantize(result).float()
     total = _row_error(weight.float(), hessian).sum()
     return float(_row_error(error, hessian).sum() / total) if total > 0 else 0.0

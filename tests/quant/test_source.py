@@ -188,9 +188,7 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
         open_source(str(tmp_path / "weights.txt"))
 
 
-def test_hub_ids_say_so_when_offline(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_hub_ids_say_so_when_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
     def offline(*args: object, **kwargs: object) -> str:
