@@ -246,7 +246,7 @@ def _account(
         duplicates=num_rows - len(documents),
         not_drawn=len(documents) - len(chosen),
         used=len(chosen),
-        windowed=sum(len(c.windows) > 1 for c in chosen),
+        windowed=sum(c.num_tokens > settings.max_tokens for c in chosen),
         windows_left=sum(len(c.windows) for c in cut) - len(samples),
         tail_tokens=sum(c.tail_tokens for c in cut),
         samples_asked=settings.samples,

@@ -19,7 +19,7 @@ from quant.errors import AlreadyQuantizedError, PlanError, UnsupportedModelError
 from quant.recipe import MethodName, ModuleRule, Recipe, layer_index, matches, override_applies
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_SHOWN = 6
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

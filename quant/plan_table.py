@@ -24,8 +24,8 @@ def render_plan(plan: Plan, cost: Estimate, *, tokens: int, every_module: bool =
 def size(num_bytes: float) -> str:
     """`1.23 GB`: three figures, decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}" if num_bytes < 999.5 else f"1 {unit}"
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.3g} TB"
 

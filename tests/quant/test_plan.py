@@ -1,0 +1,197 @@
+"""Plans: group sizes that fit, patterns that match, fused modules that agree, costs that add up."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from quant.artifact.scheme import GROUP_SIZES, PRESETS, with_group_size
+from quant.errors import AlreadyQuantizedError, PlanError, UnsupportedModelError
+from quant.estimate import estimate, row_bytes
+from quant.plan import Plan, fit_group_size, join_layers, make_plan
+from quant.plan_table import duration, render_plan, size
+from quant.recipe import Recipe
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 96,
+    "vocab_size": 300,
+    "dtype": "bfloat16",
+}
+GOOD = "scheme: w4a16\nmethod: gptq\n"
+
+
+def shapes(hidden: int = 96, inner: int = 344, layers: int = 12) -> dict[str, tuple[int, int]]:
+    """T-ODD of cases.md: neither width is a multiple of 128 or 64."""
+    found: dict[str, tuple[int, int]] = {"lm_head": (300, hidden)}
+    for i in range(layers):
+        for leaf in ("q", "k", "v", "o"):
+            found[f"model.layers.{i}.self_attn.{leaf}_proj"] = (hidden, hidden)
+        for leaf in ("gate", "up"):
+            found[f"model.layers.{i}.mlp.{leaf}_proj"] = (inner, hidden)
+        found[f"model.layers.{i}.mlp.down_proj"] = (hidden, inner)
+    return found
+
+
+def plan(text: str = GOOD, *, strict: bool = False, **config: Any) -> Plan:
+    recipe = Recipe.parse(text, "r.yaml")
+    return make_plan(recipe, shapes(), 12, {**CONFIG, **config}, strict=strict)
+
+
+def fault(text: str = GOOD, **keywords: Any) -> str:
+    with pytest.raises(PlanError) as caught:
+        plan(text, **keywords)
+    return str(caught.value)
+
+
+def printed(made: Plan, width: int = 100, **keywords: Any) -> str:
+    out = io.StringIO()
+    cost = estimate(made, tokens=1000, batch_tokens=100, flops_per_s=1e9)
+    Console(file=out, width=width).print(render_plan(made, cost, tokens=1000, **keywords))
+    return out.getvalue()
+
+
+def test_one_row_per_linear_with_its_reason() -> None:
+    rows = {row.module: row for row in plan().rows}
+    assert set(rows) == set(shapes())
+    assert rows["lm_head"].scheme.is_dense
+    assert rows["lm_head"].note == "skip: lm_head"
+    assert rows["model.layers.3.self_attn.q_proj"].scheme.label == "w4a16-g32"
+    assert rows["model.layers.3.self_attn.q_proj"].note == "128 does not divide 96"
+    assert rows["model.layers.3.mlp.down_proj"].scheme.label == "w4a16-channel"
+
+
+@given(st.integers(1, 5000), st.sampled_from(GROUP_SIZES))
+def test_group_size_is_the_largest_that_divides(columns: int, asked: int) -> None:
+    scheme, note = fit_group_size(with_group_size(PRESETS["w4a16"], asked), columns)
+    assert scheme.weights is not None
+    fitting = [g for g in GROUP_SIZES if g <= asked and columns % g == 0]
+    assert scheme.weights.group_size == (max(fitting) if fitting else None)
+    assert bool(note) == (scheme.weights.group_size != asked)
+
+
+def test_strict_lists_modules_with_columns_and_group() -> None:
+    """cases.md A09."""
+    message = fault(strict=True)
+    assert "model.layers.0-11.mlp.down_proj (344 columns, group 128)" in message
+    assert "84 modules" in message
+    plan(GOOD + "group_size: channel\n", strict=True)
+
+
+def test_four_bits_per_channel_as_fallback_is_warned_about() -> None:
+    assert "12 modules fall back to 4 bits" in plan().warnings[0]
+    assert plan(GOOD + "group_size: channel\n").warnings == ()
+    assert plan("scheme: w8a8\nmethod: rtn\n").warnings == ()
+
+
+def test_layer_one_is_not_layers_ten_and_eleven() -> None:
+    """cases.md A07."""
+    made = plan(GOOD + "overrides: [{match: 'model.layers.1.*', scheme: w8a16}]\n")
+    eight = {row.layer for row in made.rows if row.scheme.label.startswith("w8")}
+    assert eight == {1}
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("skip: [down_proj]\n", ["r.yaml:3: skip", "mean '*.down_proj'"]),
+        ("skip: ['*.mpl.*']\n", ["nearest names: ", "model.layers.*.mlp."]),
+        ("overrides: [{match: layers.1, method: rtn}]\n", ["overrides[0]", "'*layers.1*'"]),
+        ("overrides: [{match: '*', layers: [12], method: rtn}]\n", ["layers 0 to 11"]),
+        (
+            "overrides:\n- {match: 'model.layers.*', method: rtn}\n- {match: '*', scheme: w8a16}\n",
+            ["r.yaml:4: overrides[0]", "decides nothing"],
+        ),
+        ("overrides: [{match: lm_head, scheme: w8a16}]\n", ["decides nothing"]),
+        ("overrides: [{match: 'model.model.layers.*', scheme: w8a16}]\n", ["matches no module"]),
+    ],
+)
+def test_patterns_that_do_nothing_are_errors(text: str, parts: list[str]) -> None:
+    """cases.md B09: keys in another naming never match in silence."""
+    message = fault(GOOD + text)
+    assert all(part in message for part in parts), message
+
+
+def test_fused_modules_must_agree() -> None:
+    message = fault(GOOD + "overrides: [{match: '*.v_proj', scheme: w8a16}]\n")
+    assert "model.layers.0-11.self_attn (q_proj w4a16-g32, k_proj" in message
+    assert r"re:.*\.(q_proj|k_proj|v_proj)" in message
+    plan(GOOD + r"overrides: [{match: 're:.*\.(q_proj|k_proj|v_proj)', scheme: w8a16}]" + "\n")
+    assert "gate_proj" in fault(GOOD + "skip: ['*.up_proj']\n")
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
+def test_eight_bit_activation_schemes_are_per_channel(scheme: str) -> None:
+    labels = {row.scheme.label for row in plan(f"scheme: {scheme}\nmethod: rtn\n").rows}
+    assert labels == {f"{scheme}-channel", "dense"}
+
+
+def test_a_tied_head_stays_dense() -> None:
+    made = plan(tie_word_embeddings=True)
+    assert made.rows[-1].note == "tied to the embedding"
+    assert "lm_head shares its weight" in fault(GOOD + "skip: []\n", tie_word_embeddings=True)
+    assert plan(GOOD + "skip: []\n").rows[-1].scheme.label == "w4a16-g32"
+
+
+def test_quantized_sources_and_experts_are_refused() -> None:
+    """cases.md A31 and A19."""
+    with pytest.raises(AlreadyQuantizedError, match="quant_method gptq, bits 4"):
+        plan(quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM.*num_local_experts = 8"):
+        plan(architectures=["MixtralForCausalLM"], num_local_experts=8)
+
+
+def test_row_bytes_count_codes_scales_and_zero_points() -> None:
+    made = make_plan(
+        Recipe.parse("scheme: w4a16\nmethod: rtn\nsymmetric: false\n"),
+        {"model.layers.0.mlp.down_proj": (100, 256)},
+        1,
+        CONFIG,
+    )
+    codes, scales, zero_points = 100 * 256 // 2, 100 * 2 * 2, 4 * 13 * 2
+    assert row_bytes(made.rows[0], "bfloat16") == codes + scales + zero_points + 16
+
+
+def test_estimates_grow_with_tokens_and_shrink_with_bits() -> None:
+    few, many = (
+        estimate(plan(), tokens=n, batch_tokens=100, flops_per_s=1e9) for n in (1000, 100_000)
+    )
+    assert few.seconds is not None
+    assert many.seconds is not None
+    assert many.seconds > few.seconds
+    assert many.peak_memory_bytes > few.peak_memory_bytes
+    eight = estimate(
+        plan("scheme: w8a8\nmethod: rtn\n"), tokens=0, batch_tokens=1, flops_per_s=None
+    )
+    assert few.artifact_bytes < eight.artifact_bytes < eight.source_bytes
+    assert 4 < few.quantized_bits < 5
+    assert eight.seconds is None
+
+
+def test_the_printed_plan_shows_fallbacks_before_anything_is_spent() -> None:
+    text = printed(plan())
+    for part in ("128 does not divide 96", "w4a16-channel", "0-11", "skip: lm_head", "warning: 12"):
+        assert part in text
+    assert len(text.splitlines()) < 30
+    assert "model.layers.11.mlp.up_proj" in printed(plan(), every_module=True, width=140)
+    assert "nothing quantized" in printed(plan("scheme: dense\nmethod: none\n"))
+
+
+def test_names_and_figures_read_well() -> None:
+    assert join_layers(["a.layers.0.q", "a.layers.1.q", "a.layers.3.q", "h"]) == [
+        "a.layers.0-1, 3.q",
+        "h",
+    ]
+    assert [size(n) for n in (5, 1500, 999_999, 2.5e9)] == ["5 B", "1.5 kB", "1 MB", "2.5 GB"]
+    assert [duration(s) for s in (0.2, 5, 80, 400, 9000)] == [
+        "under 1 s",
+        "5 s",
+        "80 s",
+        "7 min",
+        "2 h 30 min",
+    ]
