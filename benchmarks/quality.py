@@ -218,7 +218,12 @@ def quantize(
     recipe = Recipe.parse(candidate.recipe, candidate.scheme)
     dtype = str(source.dtype).removeprefix("torch.")
     plan = make_plan(
-        recipe, source.module_shapes, source.num_layers, source.config, source_dtype=dtype
+        recipe,
+        source.module_shapes,
+        source.num_layers,
+        source.config,
+        source_dtype=dtype,
+        is_tied=source.skeleton.is_tied,
     )
     calibration = windows_from_token_lists(windows.calibration)
     return run(source, plan, recipe, calibration, out, device=device, progress=ShowProgress())

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +155,7 @@ def collect_inputs(
         num_inputs=weight.shape[1], device=weight.device, needs_hessian=needs_hessian
     )
     for batch, hidden in stream:
-        inputs = first_input(module, lambda h=hidden, b=batch: run(h, b.mask))
+        inputs = first_input(module, partial(run, hidden, batch.mask))
         check_finite(inputs, batch, f"the input of {name}")
         statistics.add(inputs[batch.mask.to(inputs.device)])
     return statistics
@@ -195,7 +196,7 @@ def collect_kv(
             return key, value
 
         with tapped(attention, tap):
-            first_input(reader, lambda h=hidden, b=batch: run(h, b.mask))
+            first_input(reader, partial(run, hidden, batch.mask))
         valid = batch.mask.to(seen[0][0].device)
         for i, states in enumerate(seen[0]):
             largest[i] = max(largest[i], float(states.transpose(1, 2)[valid].abs().max()))
@@ -207,7 +208,7 @@ def tapped(
     attention: nn.Module, tap: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
     """`tap(key, value)` [B, kv heads, T, head dim] sees and may replace what attention reads."""
-    attention.kv_tap = tap
+    attention.kv_tap = tap  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -106,7 +106,7 @@ def _quantize_group(
     except SchemeError as error:
         raise SchemeError(f"{', '.join(names)}: {error}") from error
     sizes = [row.shape[0] for row in group]
-    parts = zip(group, _split(whole, sizes), stacked.split(sizes), strict=True)
+    parts = zip(group, _split(whole, sizes), torch.split(stacked, sizes), strict=True)
     return {
         row.module: ModuleOutcome(weight=part, result=_result(row, part, original, hessian, info))
         for row, part, original in parts
@@ -115,11 +115,13 @@ def _quantize_group(
 
 def _split(whole: QuantizedWeight, sizes: list[int]) -> list[QuantizedWeight]:
     """The modules of a stack again."""
-    zeros = [None] * len(sizes) if whole.zero_point is None else whole.zero_point.split(sizes)
+    zeros = (
+        [None] * len(sizes) if whole.zero_point is None else torch.split(whole.zero_point, sizes)
+    )
     return [
         QuantizedWeight(scheme=whole.scheme, codes=codes, scale=scale, zero_point=zero)
         for codes, scale, zero in zip(
-            whole.codes.split(sizes), whole.scale.split(sizes), zeros, strict=True
+            torch.split(whole.codes, sizes), torch.split(whole.scale, sizes), zeros, strict=True
         )
     ]
 

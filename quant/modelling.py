@@ -81,7 +81,8 @@ def tapped_attention(
     tap: KVTap | None = getattr(module, "kv_tap", None)
     if tap is not None:
         key, value = tap(key, value)
-    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+    output, _ = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+    return output, None
 
 
 AttentionInterface.register(ATTENTION, tapped_attention)
@@ -154,13 +155,14 @@ class Skeleton:
     def build_layer(self, index: int, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Decoder layer `index` with `tensors` (checkpoint names) as float32 on the device."""
         prefix = self.layer_prefix(index)
-        layer = copy.deepcopy(self._blueprints[index])
+        layer: nn.Module = copy.deepcopy(self._blueprints[index])
         state = {
             name.removeprefix(prefix): tensor.to(self.device, torch.float32)
             for name, tensor in tensors.items()
         }
         layer.load_state_dict(state, assign=True, strict=True)
-        return layer.requires_grad_(False)
+        layer.requires_grad_(False)
+        return layer
 
     def embed(self, weights: Mapping[str, Tensor], token_ids: list[Tensor]) -> list[Tensor]:
         """Hidden states [B, T, H] that enter layer 0, on the CPU, for each [B, T] of ids."""
@@ -184,7 +186,8 @@ class Skeleton:
                 )
         finally:
             inner.layers[index] = PassThrough()
-        return output.last_hidden_state
+        result: Tensor = output.last_hidden_state
+        return result
 
     @contextmanager
     def head(self, weights: Mapping[str, Tensor]) -> Iterator[nn.Module]:

@@ -283,7 +283,8 @@ def _solve_scales(weight: Tensor, shifted: Tensor, hessian: Tensor, groups: int)
     ridge = normal.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-30) * 1e-7
     normal = normal.double() + torch.diag_embed(ridge[:, None].expand(rows, groups).double())
     solution, _ = torch.linalg.solve_ex(normal, target.double()[..., None])
-    return solution[..., 0].float()
+    scales: Tensor = solution[..., 0].float()
+    return scales
 
 
 def _row_error(error: Tensor, hessian: Tensor) -> Tensor:

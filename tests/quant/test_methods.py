@@ -1,4 +1,4 @@
-"""Methods as pure functions: codes on the layout's grid, scales that never lose, nothing mutated."""
+"""Methods as pure functions: codes on the layout's grid, scales that never lose to min-max."""
 
 from __future__ import annotations
 
