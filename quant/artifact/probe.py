@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOP_K = 8
+_GRID = 1.0
 
 
 class ProbePrompt(BaseModel):
@@ -70,12 +71,15 @@ class ProbeResult:
 def tolerances(schemes: Iterable[Scheme], *, has_fp8_kv: bool = False) -> tuple[float, float]:
     """(float32, reduced precision) tolerances for a model made of `schemes`.
 
-    Dense and weight-only models are continuous in their inputs: float32 runs agree to 1e-3 and
-    bf16 ones to rounding noise. Dynamic 8-bit activations and an fp8 KV cache round to a grid, so
-    a last-bit difference can move a code by a whole step, and such steps add up over layers.
+    Dense and weight-only models are continuous in their inputs: two float32 implementations agree
+    to 1e-5, a bf16 one to its rounding noise. Dynamic 8-bit activations and an fp8 KV cache round
+    to a grid: a last-bit difference moves one code by a whole step, which moves others, until two
+    sound float32 runs differ by as much as the quantization itself costs. Set from measurements on
+    a 135M model (docs/artifact-format.md), where noise is largest, with a factor of 2 to 4; a
+    wrong rope table, scale or fused weight costs several nats.
     """
     rounds = has_fp8_kv or any(scheme.activations is not None for scheme in schemes)
-    return (0.15, 0.4) if rounds else (1e-3, 0.08)
+    return (_GRID, _GRID) if rounds else (1e-3, 0.25)
 
 
 def make_probe(
@@ -111,12 +115,17 @@ def expected_entries(record: ProbeRecord, logits_PV: Tensor) -> list[list[float]
 
 
 def compare(
-    expected: ProbeRecord, actual: Sequence[Sequence[float]], *, is_float32: bool = True
+    expected: ProbeRecord,
+    actual: Sequence[Sequence[float]],
+    *,
+    is_float32: bool = True,
+    has_fp8_kv: bool = False,
 ) -> ProbeResult:
     """Compare log-probs `actual[i][j]` of `expected.prompts[i].top_ids[j]` with the record.
 
-    `is_float32` says whether the model computed in float32. NaN never passes. IntegrityError when
-    the numbers of prompts or of entries differ.
+    `is_float32` says whether the model computed in float32, `has_fp8_kv` whether its KV cache was
+    fp8, by the artifact's wish or the user's. NaN never passes. IntegrityError when the numbers of
+    prompts or of entries differ.
     """
     if [len(row) for row in actual] != [len(p.top_ids) for p in expected.prompts]:
         raise IntegrityError("the probe was run with other prompts than artifact.json lists")
@@ -125,6 +134,8 @@ def compare(
     has_nan = any(math.isnan(gap) for gap in gaps)
     difference = math.nan if has_nan else sum(gaps) / len(gaps)
     tolerance = expected.tolerance if is_float32 else expected.tolerance_reduced
+    if has_fp8_kv:
+        tolerance = max(tolerance, _GRID)
     agreeing = sum(not has_nan and max(row) == row[_argmax(p.top_logprobs)] for p, row in pairs)
     return ProbeResult(
         passed=not has_nan and difference <= tolerance,
