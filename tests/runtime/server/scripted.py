@@ -1,25 +1,15 @@
-"""A scripted engine (T-SAY) with the interface of the real one, and a server around it.
+"""A scripted engine (T-SAY) with the interface of the real one.
 
-Its greedy output is a fixed token list, so stop strings, emoji and faults happen at will. Run as a
-module it serves that engine in a process of its own, as `runtime serve` does.
+Its greedy output is a fixed token list, so stop strings, emoji and faults happen at will. Imports
+nothing heavy: engine processes of tests start quickly.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing import Pipe
-from pathlib import Path
-from threading import Thread
-from typing import Any
-
-import typer
+from dataclasses import dataclass
+from typing import NoReturn
 
 from runtime.config import ResolvedConfig
 from runtime.engine.validation import Bounds, check_request
@@ -30,12 +20,6 @@ from runtime.request import (
     StepOutput,
     TokenLogprobs,
 )
-from runtime.server.app import ModelInfo, ServedModel
-from runtime.server.engine_client import EngineClient
-from runtime.server.engine_process import serve_commands
-from runtime.server.messages import Ready
-from runtime.server.serve import ServerConfig, bind, run_server
-from runtime.text import TextProcessor
 
 
 @dataclass(frozen=True)
@@ -59,6 +43,10 @@ def make_engine(script: Script) -> tuple[ScriptedEngine, dict[str, str]]:
     if script.refuse_to_load is not None:
         raise ValueError(script.refuse_to_load)
     return ScriptedEngine(script), {"device_class": "cpu", "compute_dtype": "float32"}
+
+
+def die_while_loading() -> NoReturn:
+    os._exit(7)
 
 
 class ScriptedEngine:
@@ -166,50 +154,3 @@ class ScriptedEngine:
             token_id=token, value=-0.1234567, rank=1, top_ids=tuple(tops),
             top_values=tuple(-0.1234567 - i for i in range(len(tops))),
         )  # fmt: skip
-
-
-def describe(numerics: dict[str, str]) -> ModelInfo:
-    return ModelInfo(name="tiny", root="tiny", digest="d" * 64, verdict="not judged")
-
-
-@contextmanager
-def served(
-    text: TextProcessor, script: Script, max_num_queued: int = 8
-) -> Iterator[tuple[ServedModel, ScriptedEngine]]:
-    """A ServedModel whose engine loop runs on a thread of this process (call `client.run()`)."""
-    ours, theirs = Pipe()
-    engine, numerics = make_engine(script)
-    ready = Ready(resolved=engine.resolved, stats=engine.stats(), numerics=numerics)
-    client = EngineClient(ours, ready, max_in_flight=script.max_num_seqs + max_num_queued)
-    thread = Thread(target=_loop, args=(theirs, engine))
-    thread.start()
-    try:
-        yield ServedModel(client, text, describe(numerics)), engine
-    finally:
-        client.close()
-        thread.join()
-
-
-def _loop(connection: Any, engine: ScriptedEngine) -> None:
-    try:
-        serve_commands(connection, engine)
-    except (RuntimeError, EOFError, OSError):
-        pass
-    finally:
-        connection.close()
-
-
-def main() -> int:
-    """Arguments: tokenizer directory, ServerConfig as JSON, Script as JSON."""
-    directory, config, script = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    if script.get("say") is not None:
-        script["say"] = tuple(script["say"])
-    server = replace(ServerConfig(), **config)
-    text = TextProcessor.load(Path(directory))
-    factory = partial(make_engine, Script(**script))
-    with bind(server.host, server.port) as listener:
-        return run_server(listener, text, factory, describe, server, lambda _, url: typer.echo(url))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

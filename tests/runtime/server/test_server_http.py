@@ -13,7 +13,8 @@ import pytest
 from runtime.server.app import create_app
 from runtime.server.engine_client import EngineClient
 from runtime.text import TextProcessor
-from tests.runtime.server.scripted import Script, ScriptedEngine, served
+from tests.runtime.server.in_process import served
+from tests.runtime.server.scripted import Script, ScriptedEngine
 from tests.runtime.server.tiny_tokenizers import STRICT, byte_level
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

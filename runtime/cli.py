@@ -1,0 +1,447 @@
+"""The `runtime` command. Parses, hands over, prints; decides nothing.
+
+Heavy libraries are imported inside the commands, so that `--help` answers at once. Exit codes:
+0 done, 1 the engine died or too many requests of a load test failed, 2 bad input or usage,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from runtime.config import ConfigError, DType, EngineConfig, KVCacheDType
+
+if TYPE_CHECKING:
+    from runtime.api import LLM
+    from runtime.server.app import ServedModel
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+# Click's UsageError, whichever click this typer brings.
+USAGE_ERROR: Any = typer.BadParameter.__base__
+
+HELP = """
+Run an artifact: serve it, talk to it, or load-test a server.
+
+An artifact is a directory made by `quantize`; a plain checkpoint or GGUF becomes one with
+`quantize convert`. Flags that vLLM has keep vLLM's names and meaning.
+
+[bold]Examples[/bold]
+
+  [cyan]runtime serve my-model-w4a16[/cyan]
+    OpenAI-compatible server on http://127.0.0.1:8000/v1
+
+  [cyan]runtime serve my-model-w4a16 --require-accepted --port 9000 --api-key $KEY[/cyan]
+    only if `evaluate` accepted it under these very numerics
+
+  [cyan]runtime generate my-model-w4a16 --prompt "The parties agree"[/cyan]
+    continue a text in this process, no server
+
+  [cyan]runtime chat my-model-w4a16[/cyan]
+    a conversation in the terminal; also reads piped lines
+
+  [cyan]runtime bench http://127.0.0.1:8000 --requests 64 --concurrency 16[/cyan]
+    time to first token, time per token, failures by kind
+"""
+EPILOG = """
+Exit codes: 0 done, 1 the engine died or too many requests failed, 2 bad input or usage,
+130 interrupted.
+"""
+
+ArtifactDir = Annotated[Path, typer.Argument(metavar="ART", help="Artifact directory.")]
+_ENGINE, _SERVER, _SAMPLING = "Engine", "Server", "Sampling"
+
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.", rich_help_panel=_ENGINE)]
+ComputeType = Annotated[
+    str,
+    typer.Option("--dtype", metavar="auto|float32|bfloat16|float16", rich_help_panel=_ENGINE,
+                 help="Compute type. auto: float32 on a CPU, else the artifact's own."),
+]  # fmt: skip
+KVType = Annotated[
+    str,
+    typer.Option("--kv-cache-dtype", metavar="auto|float32|bfloat16|float16|fp8",
+                 rich_help_panel=_ENGINE, help="KV cache type. auto: the artifact's own scheme."),
+]  # fmt: skip
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(min=1, help="Longest sequence in tokens.", rich_help_panel=_ENGINE,
+                 show_default="the model's own limit"),
+]  # fmt: skip
+MaxNumSeqs = Annotated[
+    int, typer.Option(min=1, help="Most sequences running at once.", rich_help_panel=_ENGINE)
+]
+MaxBatched = Annotated[
+    int,
+    typer.Option("--max-num-batched-tokens", min=1, rich_help_panel=_ENGINE,
+                 help="Most tokens computed in one step."),
+]  # fmt: skip
+LongPrefill = Annotated[
+    int,
+    typer.Option("--long-prefill-token-threshold", min=0, rich_help_panel=_ENGINE,
+                 help="Most prompt tokens of one sequence in a step; 0: the whole budget."),
+]  # fmt: skip
+BlockSize = Annotated[
+    int, typer.Option(metavar="8|16|32", help="KV tokens per block.", rich_help_panel=_ENGINE)
+]
+Utilization = Annotated[
+    float,
+    typer.Option("--gpu-memory-utilization", min=0.01, max=1.0, rich_help_panel=_ENGINE,
+                 help="Share of the device's memory for weights, KV cache and workspace."),
+]  # fmt: skip
+KVBytes = Annotated[
+    int | None,
+    typer.Option("--kv-cache-memory-bytes", min=1, rich_help_panel=_ENGINE,
+                 help="Size of the KV pool; overrides the share.", show_default="from the share"),
+]  # fmt: skip
+KVBlocks = Annotated[
+    int | None,
+    typer.Option("--num-gpu-blocks-override", min=1, rich_help_panel=_ENGINE,
+                 help="Size of the KV pool in blocks (tests).", show_default="from the share"),
+]  # fmt: skip
+PrefixCaching = Annotated[
+    bool,
+    typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", rich_help_panel=_ENGINE,
+                 help="Share KV blocks between equal prompt beginnings."),
+]  # fmt: skip
+Deterministic = Annotated[
+    bool,
+    typer.Option("--deterministic", rich_help_panel=_ENGINE,
+                 help="The same answer whatever else is in the batch."),
+]  # fmt: skip
+Verify = Annotated[
+    str,
+    typer.Option(metavar="full|fast", rich_help_panel=_ENGINE,
+                 help="full hashes every byte of the artifact at load; fast checks sizes."),
+]  # fmt: skip
+Probe = Annotated[
+    bool,
+    typer.Option("--probe/--no-probe", rich_help_panel=_ENGINE,
+                 help="Re-check the artifact's probe answers at load."),
+]  # fmt: skip
+EngineSeed = Annotated[
+    int,
+    typer.Option("--seed", rich_help_panel=_ENGINE,
+                 help="Base of the random streams of requests that name no seed."),
+]  # fmt: skip
+NumThreads = Annotated[
+    int | None,
+    typer.Option("--num-threads", min=1, help="CPU threads.", rich_help_panel=_ENGINE,
+                 show_default="torch's own"),
+]  # fmt: skip
+
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", min=1, rich_help_panel=_SAMPLING, help="Most new tokens.")
+]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, rich_help_panel=_SAMPLING, help="0 is greedy.")
+]
+TopP = Annotated[
+    float,
+    typer.Option("--top-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING,
+                 help="Sample from the most likely tokens that together have this probability."),
+]  # fmt: skip
+SampleSeed = Annotated[
+    int | None,
+    typer.Option("--sampling-seed", rich_help_panel=_SAMPLING, help="Seed of this answer.",
+                 show_default="drawn"),
+]  # fmt: skip
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", rich_help_panel=_SAMPLING, help="Stop string. Repeatable."),
+]
+
+app = typer.Typer(
+    name="runtime",
+    help=HELP,
+    epilog=EPILOG,
+    rich_markup_mode="rich",
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out_console = Console(highlight=False)
+err_console = Console(stderr=True, highlight=False)
+
+
+@app.callback()
+def runtime_command(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    if show_version:
+        out_console.print(_version())
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        out_console.print(context.get_help())
+        raise typer.Exit(EXIT_BAD_INPUT)
+
+
+@app.command("serve")
+def serve_command(
+    artifact: ArtifactDir,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=_SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, rich_help_panel=_SERVER,
+                    help="Port; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(rich_help_panel=_SERVER,
+                    help="Name in the API.", show_default="the directory's name")] = None,
+    api_key: Annotated[str | None, typer.Option(rich_help_panel=_SERVER, envvar="RUNTIME_API_KEY",
+                    help="Require `Authorization: Bearer KEY`.", show_default="none")] = None,
+    max_num_queued: Annotated[int | None, typer.Option(min=0, rich_help_panel=_SERVER,
+                    help="Requests that may wait for a place; more get a 503.",
+                    show_default="4 x max-num-seqs")] = None,
+    shutdown_timeout: Annotated[float, typer.Option(min=0.0, rich_help_panel=_SERVER,
+                    help="Seconds that SIGTERM lets running requests finish.")] = 30.0,
+    require_accepted: Annotated[bool, typer.Option("--require-accepted", rich_help_panel=_SERVER,
+                    help="Refuse an artifact that `evaluate` did not accept as it is run here."
+                    )] = False,
+    device: Device = "auto",
+    dtype: ComputeType = "auto",
+    kv_cache_dtype: KVType = "auto",
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 64,
+    max_num_batched_tokens: MaxBatched = 2048,
+    long_prefill_token_threshold: LongPrefill = 0,
+    block_size: BlockSize = 16,
+    gpu_memory_utilization: Utilization = 0.90,
+    kv_cache_memory_bytes: KVBytes = None,
+    num_gpu_blocks_override: KVBlocks = None,
+    enable_prefix_caching: PrefixCaching = True,
+    deterministic: Deterministic = False,
+    verify: Verify = "full",
+    probe: Probe = True,
+    seed: EngineSeed = 0,
+    num_threads: NumThreads = None,
+) -> None:  # fmt: skip
+    """Serve an artifact over an OpenAI-compatible HTTP API.
+
+    Routes: /v1/chat/completions /v1/completions /v1/models /tokenize /detokenize /health /metrics.
+    SIGTERM finishes what runs and exits 0; a second signal ends at once. Full queues answer 503
+    with Retry-After.
+    """
+    engine_config = EngineConfig(
+        device=device, dtype=_dtype(dtype), kv_cache_dtype=_kv_dtype(kv_cache_dtype),
+        max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        long_prefill_token_threshold=long_prefill_token_threshold, block_size=block_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        num_gpu_blocks_override=num_gpu_blocks_override,
+        enable_prefix_caching=enable_prefix_caching, deterministic=deterministic,
+        verify="full" if _one_of("--verify", verify, ("full", "fast")) == "full" else "fast",
+        probe=probe, seed=seed, num_threads=num_threads,
+    )  # fmt: skip
+    from runtime.server.serve import ServerConfig, serve
+
+    server_config = ServerConfig(
+        host=host, port=port, served_model_name=served_model_name, api_key=api_key,
+        max_num_queued=max_num_queued, shutdown_timeout_s=shutdown_timeout,
+        require_accepted=require_accepted,
+    )  # fmt: skip
+    err_console.print(f"loading {artifact.name} ...", style="dim")
+    raise typer.Exit(serve(artifact, engine_config, server_config, _announcer(bool(api_key))))
+
+
+@app.command("generate")
+def generate_command(
+    artifact: ArtifactDir,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue; - reads stdin.")],
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    sampling_seed: SampleSeed = None,
+    stop: Stop = None,
+    device: Device = "auto",
+    dtype: ComputeType = "auto",
+    max_model_len: MaxModelLen = None,
+    verify: Verify = "fast",
+    num_threads: NumThreads = None,
+) -> None:
+    """Continue a text. The continuation goes to stdout as it is made, nothing else does."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    llm = _load(artifact, device, dtype, max_model_len, verify, num_threads)
+    ids = llm.text.encode(text)
+    for piece in llm.stream(
+        ids, stop=stop or (), max_tokens=min(max_tokens, _room(llm, ids)),
+        temperature=temperature, top_p=top_p, seed=sampling_seed,
+    ):  # fmt: skip
+        _say(piece)
+    _say("\n")
+
+
+@app.command("chat")
+def chat_command(
+    artifact: ArtifactDir,
+    system: Annotated[
+        str | None, typer.Option("--system", help="System message.", show_default="the template's")
+    ] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    sampling_seed: SampleSeed = None,
+    device: Device = "auto",
+    dtype: ComputeType = "auto",
+    max_model_len: MaxModelLen = None,
+    verify: Verify = "fast",
+    num_threads: NumThreads = None,
+) -> None:
+    """Talk to an artifact. Answers stream; /help lists what else can be typed.
+
+    With piped input each line is a turn and only the answers are printed.
+    """
+    from runtime.chat import Conversation
+
+    llm = _load(artifact, device, dtype, max_model_len, verify, num_threads)
+    conversation = Conversation(
+        llm, system,
+        {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
+         "seed": sampling_seed},
+    )  # fmt: skip
+    interactive = sys.stdin.isatty()
+    if interactive:
+        err_console.print(f"{artifact.name}: type a message; /help for help", style="dim")
+    for line in _lines(interactive):
+        if conversation.over(line):
+            break
+        for piece in conversation.answer(line):
+            _say(piece)
+        _say("\n")
+
+
+@app.command("bench")
+def bench_command(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Server, e.g. http://127.0.0.1:8000.")],
+    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Clients at once.")] = 16,
+    prompt: Annotated[
+        str, typer.Option(help="Prompt; a running number is put before it.")
+    ] = "Summarize the duties of the parties to a supply contract.",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds per request.")] = 300.0,
+    failure_limit: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of failed requests that is still fine.")
+    ] = 0.0,
+    api_key: Annotated[str | None, typer.Option(envvar="RUNTIME_API_KEY")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures here.")
+    ] = None,
+) -> None:
+    """Load-test a server: any that speaks OpenAI's streaming chat API.
+
+    TTFT is the time to the first chunk with generated content; TPOT is (total - TTFT) / (n - 1).
+    Latency and throughput are over successful requests only; nothing is retried. Each request is
+    one of: ok, http_503 and the like, error_frame, cut (no end marker), empty, timeout, connect.
+    """
+    from runtime.bench import Load, render_report, run_load, summarize
+
+    load = Load(
+        url=url, num_requests=requests, concurrency=concurrency, prompt=prompt,
+        max_tokens=max_tokens, temperature=temperature, timeout_s=timeout, api_key=api_key,
+    )  # fmt: skip
+    summary = summarize(run_load(load), load)
+    out_console.print(render_report(summary))
+    if json_out is not None:
+        json_out.write_text(summary.to_json())
+    if summary.failed_share > failure_limit:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the console script."""
+    try:
+        code = app(args=argv, prog_name="runtime", standalone_mode=False)
+    except USAGE_ERROR as error:
+        error.show()
+        code = EXIT_BAD_INPUT
+    except (KeyboardInterrupt, typer.Abort):
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        code = EXIT_FAILED
+    except Exception as error:
+        if not _is_for_users(error):
+            raise
+        err_console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        code = EXIT_BAD_INPUT
+    sys.exit(code)
+
+
+def _is_for_users(error: Exception) -> bool:
+    """Errors of the house's own trees say all there is to say; anything else is a bug of ours."""
+    return type(error).__module__.split(".")[0] in {"quant", "runtime"}
+
+
+def _announcer(has_key: bool) -> Callable[[ServedModel, str], None]:
+    from runtime.server.banner import render_banner
+
+    return lambda model, url: out_console.print(render_banner(model, url, has_key))
+
+
+def _load(
+    artifact: Path, device: str, dtype: str, max_model_len: int | None, verify: str,
+    num_threads: int | None,
+) -> LLM:  # fmt: skip
+    from runtime.api import LLM
+
+    return LLM(
+        artifact, device=device, dtype=_dtype(dtype), max_model_len=max_model_len,
+        verify=_one_of("--verify", verify, ("full", "fast")), num_threads=num_threads,
+        max_num_seqs=1,
+    )  # fmt: skip
+
+
+def _room(llm: LLM, ids: Sequence[int]) -> int:
+    """Tokens the context still holds; at least 1, so that the engine words the refusal."""
+    return max(1, llm.engine.resolved.max_model_len - len(ids))
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """Non-empty lines of stdin, with a prompt when somebody types them."""
+    while True:
+        if interactive:
+            err_console.print("> ", style="bold", end="")
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _say(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _one_of(flag: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise ConfigError(f"{flag} is one of {', '.join(known)}, not {value!r}")
+    return value
+
+
+def _dtype(value: str) -> DType:
+    known: tuple[DType, ...] = ("auto", "float32", "bfloat16", "float16")
+    return known[known.index(_one_of("--dtype", value, known))]  # type: ignore[arg-type]
+
+
+def _kv_dtype(value: str) -> KVCacheDType:
+    known: tuple[KVCacheDType, ...] = ("auto", "float32", "bfloat16", "float16", "fp8")
+    return known[known.index(_one_of("--kv-cache-dtype", value, known))]  # type: ignore[arg-type]
+
+
+def _version() -> str:
+    try:
+        return version("weighbridge")
+    except PackageNotFoundError:
+        return "0"
+
+
+if __name__ == "__main__":
+    main()
