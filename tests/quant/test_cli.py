@@ -1,0 +1,232 @@
+"""The `quantize` command in-process: what it prints, where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quant.artifact.artifact import open_artifact
+from quant.cli import err_console, main, out_console
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def quantize(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Run:
+    """`quantize("--recipe", ...)` in an empty current directory -> (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(out_console, "_width", 100)
+    monkeypatch.setattr(err_console, "_width", 100)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def small_run(tiny_model: Callable[..., Path], calibration_file: Path) -> tuple[object, ...]:
+    calib = ("--calib", calibration_file, "--samples", 4, "--max-tokens", 64)
+    return ("--recipe", "w4a16.yaml", "--model", tiny_model(), *calib)
+
+
+def test_help_answers_at_once_and_teaches() -> None:
+    code = "from quant.cli import main; main(['--help'])"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1, "CPU seconds"
+    for part in ("Examples", "--calib", "--dry-run", "convert", "Exit codes", "w4a16.yaml"):
+        assert part in done.stdout
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+    code = (
+        "import sys, quant.cli; "
+        "heavy = {'torch', 'transformers', 'numpy', 'safetensors'} & set(sys.modules); "
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_dry_run_prints_and_writes_nothing(
+    quantize: Run, small_run: tuple[object, ...], tmp_path: Path
+) -> None:
+    code, out, _ = quantize(*small_run, "--dry-run")
+    assert code == 0
+    for part in ("w4a16-g64", "128 does not divide 64", "bits over the whole model", "memory"):
+        assert part in out
+    assert list(tmp_path.iterdir()) == []
+    code, planned, _ = quantize("plan", *small_run[:4], "--all")
+    assert code == 0
+    assert "model.layers.1.mlp.down_proj" in planned.replace("\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_whole_command(quantize: Run, small_run: tuple[object, ...], tmp_path: Path) -> None:
+    code, out, err = quantize(*small_run, "--out", "art")
+    assert code == 0, err
+    assert "done: " in out
+    assert "largest errors" in out
+    assert "evaluate art" in out
+    assert "calibrating on 4 samples" in err
+    assert "layer 1 of 2" in err
+    assert {p.name for p in tmp_path.iterdir()} == {"art"}
+    report = json.loads((tmp_path / "art/report.json").read_text())
+    assert report["coverage"]["samples"] == 4
+    assert "# art" in (tmp_path / "art/README.md").read_text()
+    recipe = open_artifact(tmp_path / "art").manifest.recipe
+    assert recipe.overrides == {"calibration.samples": 4, "calibration.max_tokens": 64}
+
+    again = quantize(*small_run, "--out", "art")
+    assert again[0] == 2
+    assert "--overwrite" in again[2]
+    assert quantize(*small_run, "--out", "art", "--overwrite")[0] == 0
+
+    code, out, _ = quantize("inspect", "art")
+    assert code == 0
+    assert "w4a16-g64" in out
+    assert "none yet" in out
+    assert quantize("verify", "art")[0] == 0
+    weights = sorted((tmp_path / "art").glob("*.safetensors"))[1]
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    code, out, _ = quantize("verify", "art")
+    assert code == 1
+    assert weights.name in out
+
+    code, _, err = quantize(*small_run[:2], "--model", "art", *small_run[4:])
+    assert code == 2
+    assert "already quantized" in err
+
+
+def test_out_defaults_to_name_and_recipe(
+    quantize: Run, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    code, out, err = quantize("convert", tiny_model())
+    assert code == 0, err
+    assert [p.name for p in tmp_path.iterdir()] == [f"{tiny_model().name}-none"]
+    assert "error" not in out
+
+
+def test_calibration_that_is_not_needed_is_said(
+    quantize: Run, small_run: tuple[object, ...]
+) -> None:
+    code, out, _ = quantize("--recipe", "w8a8.yaml", *small_run[2:], "--dry-run")
+    assert code == 0
+    assert "--calib is not used" in out
+
+
+def test_several_calibration_files(
+    quantize: Run, small_run: tuple[object, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "more.jsonl").write_text('{"text": "The fee is due in thirty days."}\n')
+    code, _, err = quantize(*small_run, "--calib", "more.jsonl", "--out", "a", "--method", "gptq")
+    assert code == 0, err
+    report = json.loads((tmp_path / "a/report.json").read_text())
+    assert set(report["coverage"]["by_source"]) == {"contracts", "more"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--recip", "x"], "No such option: --recip"),
+        (["plan"], "Missing option '--recipe'"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["--model", "x"], "give --recipe FILE"),
+        (["--recipe", "x", "plan", "--recipe", "y"], "come after it: quantize plan --recipe"),
+        (["--recipe", "nope.yaml"], "no such file in"),
+        (["--recipe", "w4a16.yaml"], "no model: give --model"),
+        (["--recipe", "w4a16.yaml", "--model", "nope"], "nope: no such file"),
+        (["--recipe", "w4a16.yaml", "--model", "x", "--calib", "no.jsonl"], "no.jsonl"),
+        (["--recipe", "w4a16.yaml", "--model", "x", "--group-size", "7"], "--group-size"),
+        (["--recipe", "w4a16.yaml", "--model", "x", "--device", "abacus"], "--device abacus"),
+        (["--recipe", "w4a16.yaml", "--threads", "0"], "--threads"),
+        (["verify", "nope"], "is not an artifact"),
+        (["inspect", "nope"], "is not an artifact"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    quantize: Run, tmp_path: Path, arguments: list[str], part: str
+) -> None:
+    code, _, err = quantize(*arguments)
+    assert code == 2
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert part in lines[0]
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_recipes_and_rows_name_the_line(
+    quantize: Run, small_run: tuple[object, ...], tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("scheme: w4a16\nmethod: gptq\ngrup_size: 64\n")
+    code, _, err = quantize("--recipe", "bad.yaml", *small_run[2:])
+    assert code == 2
+    assert "bad.yaml:3: grup_size: unknown key; did you mean 'group_size'?" in err
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "fine"}\n{"text": "broken\n')
+    code, _, err = quantize(*small_run[:4], "--calib", "rows.jsonl")
+    assert code == 2
+    assert "rows.jsonl:2: not JSON" in err
+    code, _, err = quantize(*small_run[:4])
+    assert code == 2
+    assert "needs calibration text; give --calib FILE" in err
+    assert {p.name for p in tmp_path.iterdir()} == {"bad.yaml", "rows.jsonl"}
+
+
+def test_strict_refuses_before_anything_is_spent(
+    quantize: Run, small_run: tuple[object, ...], tmp_path: Path
+) -> None:
+    code, out, err = quantize(*small_run, "--strict")
+    assert code == 2
+    assert "(160 columns, group 128)" in err
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_says_that_the_same_command_resumes(
+    quantize: Run, small_run: tuple[object, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import quant.pipeline
+
+    whole = quant.pipeline.advance
+
+    def interrupt(job: object, index: int, tensors: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quant.pipeline, "advance", interrupt)
+    code, _, err = quantize(*small_run, "--out", "art")
+    assert code == 130
+    assert "the same command goes on" in err
+    assert not (tmp_path / "art").exists()
+    monkeypatch.setattr(quant.pipeline, "advance", whole)
+    code, out, err = quantize(*small_run, "--out", "art")
+    assert code == 0, err
+    assert "1 layers resumed" in out
+
+
+def test_a_full_disk_is_refused_before_calibration(
+    quantize: Run, small_run: tuple[object, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import quant.api
+
+    monkeypatch.setattr(quant.api, "free_disk_bytes", lambda path: 1000)
+    code, _, err = quantize(*small_run, "--out", "art")
+    assert code == 2
+    assert "make room or name another place" in err
+    assert list(tmp_path.iterdir()) == []

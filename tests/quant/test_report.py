@@ -1,0 +1,121 @@
+"""Reports: the same figures in the terminal, in report.json, in report.md and in the model card."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from quant.calibration import windows_from_token_lists
+from quant.report import REPORT_VERSION, ModuleResult, RunReport, report_json, write_reports
+from quant.report_render import model_card, render_summary, report_markdown
+
+
+def module(layer: int, leaf: str, error: float | None, **more: object) -> ModuleResult:
+    base = ModuleResult(
+        module=f"model.layers.{layer}.mlp.{leaf}",
+        shape=(100, 200),
+        scheme="w4a16-g64",
+        method="gptq",
+        bytes=11_000,
+        rel_error=error,
+    )
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def make_report() -> RunReport:
+    rows = [module(i, leaf, 0.01 * (i + 1)) for i in range(8) for leaf in ("up_proj", "down_proj")]
+    rows[0] = module(0, "up_proj", 0.2, method="rtn", fallback="Hessian not positive definite")
+    rows[1] = module(0, "down_proj", 0.02, dead_columns=3)
+    head = replace(rows[2], module="lm_head", scheme="dense", method="none", rel_error=None)
+    return RunReport(
+        model="/models/tiny",
+        architecture="LlamaForCausalLM",
+        recipe="w4a16",
+        artifact="out/tiny-w4a16",
+        artifact_digest="ab" * 32,
+        dtype="bfloat16",
+        source_bytes=4_000_000,
+        artifact_bytes=1_250_000,
+        modules=(*rows, head),
+        seconds={"layers": 63.0, "seal": 3.0},
+        peak_memory_bytes=1_500_000_000,
+        threads=2,
+        resumed_layers=4,
+        coverage=windows_from_token_lists([[1, 2, 3]] * 3).coverage,
+        warnings=("a warning of the plan",),
+    )
+
+
+def printed(report: RunReport, width: int = 100) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(render_summary(report))
+    return out.getvalue()
+
+
+def test_the_summary_says_what_matters() -> None:
+    text = printed(make_report())
+    for part in (
+        "4 MB -> 1.25 MB (3.20x smaller)",
+        "16 of 17 linear modules, 4.40 bits per weight",
+        "3 samples, 9 tokens from 3 of 3 rows",
+        "66 s (layers 63 s, seal 3 s) on cpu, 2 threads; 4 layers resumed",
+        "1.5 GB at the peak",
+        "gptq+rtn",
+        "20.00%",
+        "fell back: model.layers.0.mlp.up_proj: Hessian not positive definite (made with rtn)",
+        "warning: a warning of the plan",
+        "warning: 3 input columns of 1 modules were always 0",
+    ):
+        assert part in text, part
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_worst_modules_come_first_and_dense_ones_never() -> None:
+    worst = make_report().worst(3)
+    assert [m.rel_error for m in worst] == [0.2, 0.08, 0.08]
+
+
+def test_a_gguf_source_is_compared_as_floats() -> None:
+    report = replace(make_report(), unpacked_bytes=8_000_000)
+    assert "8 MB -> 1.25 MB (6.40x smaller); the GGUF has 4 MB" in printed(report)
+
+
+def test_a_dense_run_has_no_error_table() -> None:
+    dense = tuple(replace(m, scheme="dense", rel_error=None) for m in make_report().modules)
+    report = replace(make_report(), modules=dense, artifact_bytes=4_000_000, coverage=None)
+    text = printed(report)
+    assert "error" not in text
+    assert "smaller" not in text
+    assert report.bits_per_weight() == 0
+
+
+def test_report_json_is_versioned_and_complete() -> None:
+    data = json.loads(report_json(make_report()))
+    assert data["report_version"] == REPORT_VERSION
+    assert len(data["modules"]) == 17
+    assert data["coverage"]["tokens"] == 9
+    assert data["warnings"][0] == "a warning of the plan"
+
+
+def test_markdown_and_card() -> None:
+    report = make_report()
+    text = report_markdown(report)
+    for heading in ("# tiny-w4a16", "## Error by kind", "## Fell back", "## Calibration"):
+        assert heading in text
+    card = model_card(report, "scheme: w4a16  # comment\n")
+    assert "scheme: w4a16  # comment" in card
+    assert "evaluate out/tiny-w4a16" in card
+    for line in text.splitlines():
+        assert not line.startswith("|") or line.endswith("|")
+
+
+def test_files_are_written_whole(tmp_path: Path) -> None:
+    write_reports({"report.md": "a\n", "README.md": "b\n"}, tmp_path)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
+        "report.md": "a\n",
+        "README.md": "b\n",
+    }
