@@ -1,10 +1,10 @@
 """config.json's `quantization_config`, in compressed-tensors' dialect: schemes to JSON and back.
 
 Written so that transformers and vLLM, which resolve a module's targets by different rules, always
-agree: targets are the class `Linear` when one scheme covers everything quantized, and otherwise
-exact checkpoint names; modules that engines fuse (q|k|v, gate|up, the experts of a layer) share a
-scheme; every unquantized linear is ignored by name. What is written is resolved again by both
-rules before it is returned. This module knows nothing of tensors.
+agree: targets are the class `Linear` when one scheme covers everything quantized (and the head is
+not quantized), and otherwise exact checkpoint names; modules that engines fuse (q|k|v, gate|up, the
+experts of a layer) share a scheme; every unquantized linear is ignored by name. What is written is
+resolved again by both rules before it is returned. This module knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _groups(quantized: Mapping[str, Scheme]) -> dict[str, dict[str, Any]]:
     members: dict[Scheme, list[str]] = {}
     for name in sorted(quantized):
         members.setdefault(quantized[name], []).append(name)
-    if len(members) == 1:
+    if len(members) == 1 and not any(_is_head(name) for name in quantized):
         members = {scheme: [_CLASS_TARGET] for scheme in members}
     by_label = sorted(members.items(), key=lambda item: item[0].label)
     return {f"group_{i:02}": _group_json(*item) for i, item in enumerate(by_label)}
@@ -305,7 +305,8 @@ def _resolve_both(name: str, targets: _Patterns, ignore: _Patterns) -> str | Non
         if vllm != hf:
             raise SchemeError(
                 f"quantization_config: module {name} resolves to {hf} in transformers but to "
-                f"{vllm} in vLLM: its targets overlap, or not all of a fused group is named"
+                f"{vllm} in vLLM: its targets overlap, or it and what it is fused with are not "
+                "all named in one group"
             )
     return hf
 
@@ -325,16 +326,21 @@ def resolve_vllm(
     """vLLM's rule (compressed_tensors/utils.py) for `name`, or the fused module it is a shard of.
 
     First the module's own name, in config order; then the class; then the names of all shards
-    (released versions differ in whether the class comes before or after the shards).
+    (released versions differ in whether the class comes before or after the shards). A head is
+    of a class of its own, which `Linear` does not cover.
     """
     fused, shards = _fused_path(name)
     if all(ignore.first(shard) for shard in shards):
         return None
     found = [targets.first(shard) for shard in shards]
     by_shards = found[0] if None not in found else None
-    later = (targets.of_class(), by_shards)
+    later = (None if _is_head(name) else targets.of_class(), by_shards)
     hit = targets.first(fused) or next(filter(None, later if class_first else later[::-1]), None)
     return None if hit is None else targets.groups[hit]
+
+
+def _is_head(name: str) -> bool:
+    return name.rpartition(".")[2] == "lm_head"
 
 
 def _fused_path(name: str) -> tuple[str, list[str]]:

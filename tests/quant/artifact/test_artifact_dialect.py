@@ -153,8 +153,19 @@ def test_targets_that_resolve_differently_are_refused() -> None:
         parse_quantization_config(twice, MODULES)
     shard = put("config_groups.group_00.targets", ["Linear"])
     shard["config_groups"]["group_01"]["targets"] = ["model.layers.0.mlp.gate_proj"]
-    with pytest.raises(SchemeError, match="not all of a fused group is named"):
+    with pytest.raises(SchemeError, match="not all named in one group"):
         parse_quantization_config(shard, MODULES)
+
+
+def test_a_quantized_head_is_named() -> None:
+    """vLLM's head is no `Linear`; transformers' is."""
+    modules = {**model([W4] * 4), "lm_head": W4}
+    config = quantization_config(modules)
+    assert "lm_head" in config["config_groups"]["group_00"]["targets"]
+    assert parse_quantization_config(config, modules) == modules
+    config["config_groups"]["group_00"]["targets"] = ["Linear"]
+    with pytest.raises(SchemeError, match=r"module lm_head resolves to group_00 .* None in vLLM"):
+        parse_quantization_config(config, modules)
 
 
 def resolved_or_refused(config: dict[str, Any], name: str) -> None:
