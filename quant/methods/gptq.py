@@ -30,7 +30,6 @@ from quant.artifact.layout import (
     QuantizedWeight,
     dequantize,
     min_max_qparams,
-    num_groups,
     round_scale,
 )
 from quant.artifact.scheme import Scheme, WeightScheme
@@ -64,43 +63,37 @@ class GPTQInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The values a weight may take. scale, zero_point: [O, G]. is_zero [O, G]: groups of nothing
-    but zeros, which stay zero: a padded or pruned channel must not be put to use."""
+    """The values a weight may take. scale, zero_point, is_zero: [G, O], a group's rows adjacent.
+
+    is_zero marks groups of nothing but zeros. They stay zero: a padded or pruned channel must not
+    be put to use.
+    """
 
     scheme: WeightScheme
     scale: Tensor
     zero_point: Tensor | None
     is_zero: Tensor
 
-    def column(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point of one column, [O] each."""
-        group = index // self.group_width
-        zero = None if self.zero_point is None else self.zero_point[:, group]
-        return self.scale[:, group], zero
+    def group(self, column: int) -> int:
+        """The group a column belongs to."""
+        size = self.scheme.group_size
+        return 0 if size is None else column // size
 
-    @property
-    def group_width(self) -> int:
-        """Columns per group; a channel is one group of any width."""
-        return self.scheme.group_size or 2**62
-
-    def nearest(self, values: Tensor, column: int) -> Tensor:
-        """Codes of `values` [O] in that column, float32."""
-        scale, zero = self.column(column)
+    def nearest(self, values: Tensor, column: int) -> tuple[Tensor, Tensor]:
+        """Codes of `values` [O] in that column, and what they reconstruct to; float32."""
+        group = self.group(column)
+        scale, zero = self.scale[group], None
+        if self.zero_point is not None:
+            zero = self.zero_point[group]
         codes = encode(values, scale, zero, self.scheme)
-        resting = torch.zeros_like(codes) if zero is None else zero.float()
-        return torch.where(self.is_zero[:, column // self.group_width], resting, codes)
-
-    def value(self, codes: Tensor, column: int) -> Tensor:
-        """What `codes` [O] of that column reconstruct to, float32."""
-        scale, zero = self.column(column)
-        return decode(codes, scale, zero)
+        codes = torch.where(self.is_zero[group], 0.0 if zero is None else zero.float(), codes)
+        return codes, decode(codes, scale, zero)
 
     def values(self, codes: Tensor) -> Tensor:
         """What `codes` [O, I] reconstruct to, float32."""
-        width = codes.shape[1] // self.scale.shape[1]
-        zero = self.zero_point
-        spread = None if zero is None else zero.repeat_interleave(width, 1)
-        return decode(codes, self.scale.repeat_interleave(width, 1), spread)
+        width, zero = codes.shape[1] // len(self.scale), self.zero_point
+        spread = None if zero is None else zero.T.repeat_interleave(width, 1)
+        return decode(codes, self.scale.T.repeat_interleave(width, 1), spread)
 
 
 def gptq(
@@ -127,14 +120,21 @@ def gptq(
         return fallback, _info(values, fallback, full, None, dead)
     damped = full + damping * full.diagonal().mean() * torch.eye(len(full), device=full.device)
     scale, zero = _scales(values, full, scheme.weights, scale_dtype, settings)
-    is_zero = ~grouped(values, scheme.weights).any(-1)
-    grid = Grid(scheme=scheme.weights, scale=scale, zero_point=zero, is_zero=is_zero)
+    grid = Grid(
+        scheme=scheme.weights,
+        scale=scale.T.contiguous(),
+        zero_point=None if zero is None else zero.T.contiguous(),
+        is_zero=~grouped(values, scheme.weights).any(-1).T.contiguous(),
+    )
     codes = _propagate(values, factor, order, grid, settings.block_size)
     for _ in range(settings.refine_rounds):
         codes = _descend(values, codes, damped, order, grid, settings.block_size)
         grid = _refit_scales(values, codes, damped, grid, scale_dtype)
     result = QuantizedWeight(
-        scheme=scheme, codes=store_codes(codes, scheme.weights), scale=grid.scale, zero_point=zero
+        scheme=scheme,
+        codes=store_codes(codes, scheme.weights),
+        scale=grid.scale.T.contiguous(),
+        zero_point=zero,
     )
     return result, _info(values, result, full, damping, dead)
 
@@ -200,24 +200,22 @@ def _propagate(
     """The GPTQ pass (algorithm 1); columns are visited in `order`. Returns codes [O, I], float32.
 
     `factor` is in visiting order. Inside a block errors go to the block's own columns at once and
-    to all later ones by one matrix product at its end.
+    to all later ones by one matrix product at its end. Columns of the weight are rows here (a
+    column is then one piece of memory).
     """
-    remaining = weight[:, order].clone()
+    remaining = weight.T[order].contiguous()
     codes = torch.empty_like(remaining)
     columns = order.tolist()
     for start in range(0, len(columns), block_size):
         end = min(start + block_size, len(columns))
-        block, local = remaining[:, start:end].clone(), factor[start:end, start:end]
+        block, local = remaining[start:end], factor[start:end, start:end]
         errors = torch.empty_like(block)
         for i in range(end - start):
-            current = block[:, i]
-            code = grid.nearest(current, columns[start + i])
-            error = (current - grid.value(code, columns[start + i])) / local[i, i]
-            block[:, i:] -= torch.outer(error, local[i, i:])
-            codes[:, start + i] = code
-            errors[:, i] = error
-        remaining[:, end:] -= errors @ factor[start:end, end:]
-    return codes[:, torch.argsort(order)]
+            codes[start + i], value = grid.nearest(block[i], columns[start + i])
+            errors[i] = (block[i] - value) / local[i, i]
+            block[i + 1 :].addr_(local[i, i + 1 :], errors[i], alpha=-1)
+        remaining[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    return codes[torch.argsort(order)].T.contiguous()
 
 
 def _descend(
@@ -225,26 +223,26 @@ def _descend(
 ) -> Tensor:
     """One sweep of coordinate descent on E H E^T: each column takes its best code given the rest.
 
-    `gradient` is E H in visiting order; a column's best real value is its present one plus
-    gradient / diag(H).
+    `gradient` is (E H)^T in visiting order; a column's best real value is its present one plus
+    gradient / diag(H). Columns of the weight are rows here, as in `_propagate`.
     """
     permuted = hessian[order][:, order]
-    values = grid.values(codes)[:, order]
-    gradient = (weight[:, order] - values) @ permuted
-    result = codes[:, order].clone()
+    values = grid.values(codes).T[order]
+    gradient = permuted @ (weight.T[order] - values)
+    result = torch.empty_like(values)
     columns = order.tolist()
     for start in range(0, len(columns), block_size):
         end = min(start + block_size, len(columns))
-        slope, local = gradient[:, start:end].clone(), permuted[start:end, start:end]
+        slope, local = gradient[start:end], permuted[start:end, start:end]
         steps = torch.empty_like(slope)
         for i in range(end - start):
-            present = values[:, start + i]
-            code = grid.nearest(present + slope[:, i] / local[i, i], columns[start + i])
-            steps[:, i] = grid.value(code, columns[start + i]) - present
-            slope -= torch.outer(steps[:, i], local[i])
-            result[:, start + i] = code
-        gradient[:, end:] -= steps @ permuted[start:end, end:]
-    return result[:, torch.argsort(order)]
+            present = values[start + i]
+            best = present + slope[i] / local[i, i]
+            result[start + i], value = grid.nearest(best, columns[start + i])
+            steps[i] = value - present
+            slope[i + 1 :].addr_(local[i, i + 1 :], steps[i], alpha=-1)
+        gradient[end:].addmm_(permuted[start:end, end:].T, steps, alpha=-1)
+    return result[torch.argsort(order)].T.contiguous()
 
 
 def _refit_scales(
@@ -256,18 +254,15 @@ def _refit_scales(
     """
     shifted = codes
     if grid.zero_point is not None:
-        shifted = codes - grid.zero_point.float().repeat_interleave(_width(codes, grid), 1)
-    solution = _solve_scales(weight, shifted, hessian, num_groups(grid.scheme, codes.shape[1]))
+        width = codes.shape[1] // len(grid.zero_point)
+        shifted = codes - grid.zero_point.T.float().repeat_interleave(width, 1)
+    solution = _solve_scales(weight, shifted, hessian, len(grid.scale)).T
     usable = torch.isfinite(solution) & (solution > 0) & ~grid.is_zero
     wanted = torch.where(usable, within(solution, scale_dtype), grid.scale.float())
     trial = replace(grid, scale=round_scale(wanted, scale_dtype))
     before = _row_error(weight - grid.values(codes), hessian)
     better = _row_error(weight - trial.values(codes), hessian) < before
-    return replace(grid, scale=torch.where(better[:, None], trial.scale, grid.scale))
-
-
-def _width(codes: Tensor, grid: Grid) -> int:
-    return codes.shape[1] // grid.scale.shape[1]
+    return replace(grid, scale=torch.where(better, trial.scale, grid.scale))
 
 
 def _solve_scales(weight: Tensor, shifted: Tensor, hessian: Tensor, groups: int) -> Tensor:
