@@ -8,6 +8,7 @@ before it, so the reference computes every engine's output in one plain forward 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,16 @@ from scripted_engine import run
 from runtime.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.score import ScoreItem
+from runtime.model.kv_cache import KVCache
 from runtime.request import Request, SamplingParams
 
 NEAR_TIE = 1e-4
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"]
 MODES: dict[str, dict[str, Any]] = {
-    "all at once": {"num_gpu_blocks_override": 160},
-    "chunk 32": {"num_gpu_blocks_override": 160, "max_num_batched_tokens": 32},
-    "preempted": {"num_gpu_blocks_override": 28, "max_num_batched_tokens": 48},
-    "no cache, blocks of 8": {
-        "num_gpu_blocks_override": 320,
-        "enable_prefix_caching": False,
-        "block_size": 8,
-    },
+    "all at once": {},
+    "chunk 32": {"max_num_batched_tokens": 32},
+    "preempted": {"num_blocks": 28, "max_num_batched_tokens": 48},
+    "no cache, blocks of 8": {"num_blocks": 320, "enable_prefix_caching": False, "block_size": 8},
 }
 
 Prompts = list[tuple[int, ...]]
@@ -66,8 +64,22 @@ def departures(model: Any, prompts: Prompts, outputs: Outputs) -> list[str]:
 
 
 def open_engine(path: Path, **config: Any) -> Engine:
-    """An engine whose KV pool is full of NaN: whatever reads a slot before it is written shows."""
-    engine = Engine.from_artifact(path, EngineConfig(**config))
+    settings = {"max_num_seqs": 16, "num_gpu_blocks_override": 160, **config}
+    return poisoned(Engine.from_artifact(path, EngineConfig(**settings)))
+
+
+def variant(engine: Engine, **changes: Any) -> Engine:
+    """A fresh engine on the same weights, some of its resolved values changed."""
+    resolved = replace(engine.resolved, **changes)
+    decoder = engine.runner.decoder
+    kv = KVCache(
+        decoder.spec, resolved.num_blocks, resolved.block_size, resolved.kv_cache_dtype, "cpu"
+    )
+    return poisoned(Engine(decoder, kv, resolved, engine.artifact))
+
+
+def poisoned(engine: Engine) -> Engine:
+    """The KV pool full of NaN: whatever reads a slot before it is written shows."""
     for pool in engine.runner._kv.pools:
         pool[: engine.resolved.num_blocks].fill_(float("nan"))
     return engine
@@ -81,17 +93,17 @@ def greedy(engine: Engine, prompts: Prompts, num_tokens: int) -> Outputs:
 
 
 def outputs_by_mode(
-    path: Path, prompts: Prompts, num_tokens: int, modes: Iterable[str], num_alone: int
+    base: Engine, prompts: Prompts, num_tokens: int, modes: Iterable[str], num_alone: int
 ) -> dict[str, Outputs]:
     """Every mode cold and warm, and `num_alone` prompts one by one in a cold engine."""
     found: dict[str, Outputs] = {}
     for mode in modes:
-        engine = open_engine(path, **{"max_num_seqs": 16, **MODES[mode]})
+        engine = variant(base, **MODES[mode])
         found[f"{mode}, cold"] = greedy(engine, prompts, num_tokens)
         found[f"{mode}, warm"] = greedy(engine, prompts, num_tokens)
         assert (engine.stats().preemptions_total > 0) == (mode == "preempted")
         assert mode == "preempted" or (engine.stats().prefix_hits_total > 0) == ("no" not in mode)
-    engine = open_engine(path, enable_prefix_caching=False, num_gpu_blocks_override=160)
+    engine = variant(base, enable_prefix_caching=False)
     one_by_one = [greedy(engine, [prompt], num_tokens)[0] for prompt in prompts[:num_alone]]
     found["alone"] = one_by_one + found["all at once, cold"][num_alone:]
     return found
@@ -121,7 +133,8 @@ def test_tiny_models_of_each_family(
     path = dense_artifact(source)
     model = reference_model(source)
     prompts = random_prompts(model.config.vocab_size)
-    check_parity(model, prompts, outputs_by_mode(path, prompts, 64, MODES, num_alone=4))
+    engine = open_engine(path)
+    check_parity(model, prompts, outputs_by_mode(engine, prompts, 64, MODES, num_alone=4))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -160,17 +173,62 @@ def test_d07_fp8_kv_with_prefix_hits_and_chunks(
         prompt[:96],
         prompt[:97],
     ]
-    expected = [
-        greedy(open_engine(path, kv_cache_dtype="fp8", probe=False), [p], 24)[0] for p in variants
-    ]
+    base = open_engine(path, kv_cache_dtype="fp8", probe=False)
+    assert base.resolved.kv_cache_dtype == "fp8"
+    expected = [greedy(variant(base), [p], 24)[0] for p in variants]
     for chunk in (16, 32, 2048):
-        engine = open_engine(
-            path,
-            kv_cache_dtype="fp8",
-            probe=False,
-            max_num_batched_tokens=chunk,
-            enable_prefix_caching=caching,
-        )
-        assert engine.resolved.kv_cache_dtype == "fp8"
+        engine = variant(base, max_num_batched_tokens=chunk, enable_prefix_caching=caching)
         assert [greedy(engine, [p], 24)[0] for p in variants] == expected
         assert (engine.stats().prefix_hits_total > 0) == caching
+
+
+TOPICS = [
+    "the termination clause of a supply agreement",
+    "a refund for a parcel that never arrived",
+    "how the tides follow the moon",
+    "a Python function that merges two sorted lists",
+    "bread that does not rise",
+    "the governing law of a contract between two countries",
+    "why the sky is dark at night",
+    "a polite reminder of an unpaid invoice",
+]
+FRAMES = [
+    "Explain {} in two sentences.",
+    "The following note is about {}. It was written for readers in a hurry, so it begins with "
+    "what matters most, then gives one example, and ends with a question.\n\n",
+    "Q: What should everybody know about {}?\nA:",
+    '{{"topic": "{}", "language": "en", "summary": "',
+]
+
+
+def real_prompts(path: Path) -> Prompts:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    texts = [frame.format(topic) for topic in TOPICS for frame in FRAMES]
+    return [tuple(tokenizer(text)["input_ids"]) for text in texts]
+
+
+@pytest.mark.e2e
+def test_the_real_model(smollm2_gguf: Path, dense_artifact: Callable[[Path], Path]) -> None:
+    path = dense_artifact(smollm2_gguf)
+    engine = open_engine(path)
+    prompts = real_prompts(path)[2::4]
+    found = outputs_by_mode(engine, prompts, 24, ["all at once"], num_alone=1)
+    small = variant(engine, num_blocks=16, max_num_batched_tokens=32)
+    found["preempted, chunk 32"] = greedy(small, prompts, 24)
+    assert small.stats().preemptions_total > 0
+    check_parity(reference_model(smollm2_gguf), prompts, found)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_real_model_in_all_modes(
+    smollm2_gguf: Path, dense_artifact: Callable[[Path], Path]
+) -> None:
+    path = dense_artifact(smollm2_gguf)
+    prompts = real_prompts(path)
+    assert len(prompts) == 32
+    found = outputs_by_mode(open_engine(path), prompts, 64, MODES, num_alone=32)
+    check_parity(reference_model(smollm2_gguf), prompts, found)
