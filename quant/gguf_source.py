@@ -181,20 +181,24 @@ class GGUFSource(Source):
         restored = torch.from_numpy(values).reshape(self.shape(name))
         return self._family.fix(name, restored, self.config)
 
+    @cached_property
+    def _made(self) -> tuple[Any, dict[str, bytes]]:
+        """The tokenizer and its files, saved before anyone can have changed its settings."""
+        tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+        return tokenizer, files
+
     def tokenizer(self) -> Any:
-        return AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        return self._made[0]
 
     def files(self) -> dict[str, bytes]:
         """Tokenizer, chat template and generation config, made from the GGUF's metadata."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.tokenizer().save_pretrained(folder)
-            made = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
         generation = {key: self.config[key] for key in keys if self.config.get(key) is not None}
-        made["generation_config.json"] = (
-            json.dumps(generation, indent=2, sort_keys=True) + "\n"
-        ).encode()
-        return made
+        text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
+        return {**self._made[1], "generation_config.json": text.encode()}
 
 
 def _open_reader(path: Path) -> GGUFReader:
