@@ -21,6 +21,7 @@ from quant.errors import QuantError
 
 if TYPE_CHECKING:
     from quant.api import Job
+    from quant.calibration import Calibration
 
 EXIT_PROBLEMS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 # Click's UsageError, whichever click this typer brings.
@@ -177,28 +178,37 @@ def quantize_command(
     changes = _changes(samples, max_tokens, seed, group_size, method, dtype)
     job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
     _show_plan(job, every_module=False)
-    if not dry_run:
+    if dry_run:
+        _show_coverage(job)
+    else:
         _carry_out(job, overwrite=overwrite, resume=not no_resume)
 
 
 @app.command("plan")
 def plan_command(
     recipe: Annotated[str, typer.Option("--recipe", "-r", metavar="FILE", help="Recipe (YAML).")],
+    calib: Calib = None,
     model: Model = None,
+    out: Out = None,
     strict: Strict = False,
     every_module: EveryModule = False,
     device: Device = "cpu",
     threads: Threads = None,
     samples: Samples = None,
     max_tokens: MaxTokens = None,
+    seed: Seed = None,
     group_size: GroupSize = None,
     method: Method = None,
     dtype: DType = None,
 ) -> None:
-    """Print what would become of every module, and what it would cost. Writes nothing."""
-    changes = _changes(samples, max_tokens, None, group_size, method, dtype)
-    job = _prepare(model, recipe, None, None, strict, device, threads, changes)
+    """Print what would become of every module, and what it would cost. Writes nothing.
+
+    With --calib the rows are read too, and what would be used of them is shown.
+    """
+    changes = _changes(samples, max_tokens, seed, group_size, method, dtype)
+    job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
     _show_plan(job, every_module=every_module)
+    _show_coverage(job)
 
 
 @app.command("convert")
@@ -316,17 +326,33 @@ def _show_plan(job: Job, *, every_module: bool) -> None:
         out_console.print(f"note: {note}", style="yellow", markup=False)
 
 
+def _show_coverage(job: Job) -> None:
+    if not (job.calib and job.plan.needs_calibration):
+        return
+    from quant.report_render import render_coverage
+
+    out_console.print()
+    out_console.print(render_coverage(_calibrate(job).coverage))
+
+
+def _calibrate(job: Job) -> Calibration:
+    from quant.api import calibrate
+
+    with err_console.status("reading calibration rows"):
+        calibration = calibrate(job)
+    assert calibration is not None, "asked for only when the plan needs it"
+    return calibration
+
+
 def _carry_out(job: Job, *, overwrite: bool, resume: bool) -> None:
-    from quant.api import calibrate, carry_out, check_out
+    from quant.api import carry_out, check_out
     from quant.progress import make_progress
     from quant.report_render import coverage_line, render_summary
 
     check_out(job, overwrite=overwrite)
     calibration = None
     if job.plan.needs_calibration:
-        with err_console.status("reading calibration rows"):
-            calibration = calibrate(job)
-        assert calibration is not None
+        calibration = _calibrate(job)
         err_console.print(f"calibrating on {coverage_line(calibration.coverage)}")
     progress = make_progress(err_console)
     try:

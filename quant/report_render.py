@@ -24,7 +24,7 @@ _WORST_HEADER = ("module", "scheme", "method", "error")
 
 def render_summary(report: RunReport) -> Group:
     """What to print when a run is done; fits 100 columns."""
-    parts: list[RenderableType] = [_facts(report)]
+    parts: list[RenderableType] = [_named_lines(facts(report))]
     if report.quantized:
         parts += [Text(), _table(_KIND_HEADER, kind_rows(report))]
         parts += [Text(), Text("largest errors", style="bold"), *_worst(report)]
@@ -91,12 +91,33 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         count = f"{len(report.quantized)} of {len(report.modules)} linear modules"
         found.append(("quantized", f"{count}, {report.bits_per_weight():.2f} bits per weight"))
     if report.coverage is not None:
-        found.append(("calibration", coverage_line(report.coverage)))
+        found.extend(coverage_facts(report.coverage))
     found.append(("time", _time(report)))
     found.append(("memory", f"{size(report.peak_memory_bytes)} at the peak"))
     if report.fallbacks:
         found.append(("fell back", f"{len(report.fallbacks)} modules, listed in report.md"))
     return found
+
+
+def render_coverage(coverage: Coverage) -> Group:
+    """What of the calibration rows is used, for the terminal."""
+    warnings = (Text(f"warning: {warning}", style="yellow") for warning in coverage.warnings())
+    return Group(_named_lines(coverage_facts(coverage)), *warnings)
+
+
+def coverage_facts(coverage: Coverage) -> list[tuple[str, str]]:
+    """Calibration in up to three named lines: counts, sources, lengths."""
+    found = [("calibration", coverage_line(coverage))]
+    if len(coverage.by_source) > 1:
+        sources = (f"{name} {s.samples:,}" for name, s in coverage.by_source.items())
+        found.append(("sources", f"{', '.join(sources)} samples"))
+    buckets = (f"{_bucket(bound)}: {count:,}" for bound, count in coverage.length_histogram.items())
+    found.append(("lengths", f"tokens {', '.join(buckets)}"))
+    return found
+
+
+def _bucket(bound: int) -> str:
+    return f"up to {bound:,}" if bound else "more"
 
 
 def coverage_line(coverage: Coverage) -> str:
@@ -180,11 +201,11 @@ def _time(report: RunReport) -> str:
     return f"{duration(report.total_seconds)}{split} on {device}{resumed}"
 
 
-def _facts(report: RunReport) -> RenderableType:
+def _named_lines(lines: Sequence[tuple[str, str]]) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    for name, text in facts(report):
+    for name, text in lines:
         grid.add_row(name, Text(text))
     return grid
 
@@ -224,8 +245,7 @@ def _coverage_tables(coverage: Coverage) -> Iterator[str]:
     yield from _pipe_table(("source", "rows", "used", "samples", "tokens"), sources)
     yield ""
     lengths: Rows = [
-        (f"up to {bound:,}" if bound else "longer", str(count))
-        for bound, count in coverage.length_histogram.items()
+        (_bucket(bound), str(count)) for bound, count in coverage.length_histogram.items()
     ]
     yield from _pipe_table(("tokens", "samples"), lengths)
 
