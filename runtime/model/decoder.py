@@ -126,6 +126,7 @@ class Decoder:
             query_lens=step.query_lens,
             seq_lens=step.seq_lens,
             kv_heads=self.spec.kv_heads,
+            head_dim=self.spec.head_dim,
             block_size=kv.block_size,
             blank_block=kv.blank_block,
             dtype=self.dtype,

@@ -70,7 +70,8 @@ def _pack(
             "quantize q|k|v (and gate|up) alike"
         )
     if dense:
-        return pack_dense(torch.cat([shard.to(dtype) for shard in dense]), dtype, device), labels[0]
+        matrix = dense[0] if len(dense) == 1 else torch.cat([shard.to(dtype) for shard in dense])
+        return pack_dense(matrix, dtype, device), labels[0]
     return pack_quantized(_stack(quantized), dtype, device), labels[0]
 
 

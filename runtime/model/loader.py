@@ -196,7 +196,7 @@ class _Weights:
         head = f"{self._head}.weight"
         if head in self._names and self._is_tied_head():
             self._check_same(head, weight)
-        return _cast(weight, self._dtype, "embed_tokens").to(self._device).clone()
+        return _cast(weight, self._dtype, "embed_tokens").to(self._device, copy=True)
 
     def _check_same(self, head: str, embedding: Tensor) -> None:
         if not torch.equal(self._source.tensor(head), embedding):

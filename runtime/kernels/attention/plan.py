@@ -17,6 +17,9 @@ from torch import Tensor
 
 # Queries answered by one call of a long span: bounds the mask to this many rows.
 QUERY_TILE = 512
+# Keys and values gathered at once for a group: bounds the copy, and larger ones are slower (each
+# call then pays for fresh pages).
+GATHER_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +81,16 @@ class PagedBatch:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     kv_heads: int
+    head_dim: int
     block_size: int
     blank_block: int
     dtype: torch.dtype
+
+    @property
+    def blocks_per_group(self) -> int:
+        """The most blocks a group may gather."""
+        block_bytes = 2 * self.kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+        return GATHER_BYTES // block_bytes
 
     def first_block(self, s: int, window: int | None) -> int:
         """The first block that some query of span s sees."""
@@ -101,7 +111,9 @@ def plan_attention(batch: PagedBatch, window: int | None) -> AttentionPlan:
     return AttentionPlan(
         groups=tuple(
             _decode_group(batch, spans, [starts[s] for s in spans], window)
-            for spans in _similar(decodes, [batch.num_blocks(s, window) for s in decodes])
+            for spans in _similar(
+                decodes, [batch.num_blocks(s, window) for s in decodes], batch.blocks_per_group
+            )
         ),
         spans=tuple(
             _long_span(batch, s, starts[s], window)
@@ -111,12 +123,15 @@ def plan_attention(batch: PagedBatch, window: int | None) -> AttentionPlan:
     )
 
 
-def _similar(spans: list[int], sizes: list[int]) -> list[list[int]]:
-    """Split spans into groups in which no one is padded to more than twice its size."""
+def _similar(spans: list[int], sizes: list[int], limit: int) -> list[list[int]]:
+    """Split spans into groups in which no one is padded to more than twice its size.
+
+    A group of several is padded to at most `limit` in all.
+    """
     groups: list[list[int]] = []
     largest = 0
     for size, s in sorted(zip(sizes, spans, strict=True), reverse=True):
-        if 2 * size < largest or not groups:
+        if not groups or 2 * size < largest or largest * (len(groups[-1]) + 1) > limit:
             groups.append([])
             largest = size
         groups[-1].append(s)

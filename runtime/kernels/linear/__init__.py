@@ -15,6 +15,8 @@ What serves which weight, and what it costs in memory per weight:
 float32 means float32: torch's int4 kernel rounds inputs and outputs to bfloat16, so using it only
 for small batches would make a row's result depend on the rows beside it. With compute type
 bfloat16 both ways round alike, and the choice is one of speed alone.
+
+A packed weight owns its memory: nothing refers to the (mapped) tensors it was made from.
 """
 
 from __future__ import annotations
@@ -55,10 +57,11 @@ def pack_dense(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Dens
     On the CPU float32 products of a few rows are up to twice as fast with [in, out] in memory;
     low-precision ones are not.
     """
-    matrix = weight.to(device=device, dtype=dtype)
     if device.type == "cpu" and dtype == torch.float32:
-        return DenseWeight(matrix=matrix.T.contiguous(), is_transposed=True)
-    return DenseWeight(matrix=matrix.contiguous(), is_transposed=False)
+        matrix = weight.to(dtype).T.clone(memory_format=torch.contiguous_format)
+        return DenseWeight(matrix=matrix, is_transposed=True)
+    matrix = weight.to(device=device, dtype=dtype, copy=True).contiguous()
+    return DenseWeight(matrix=matrix, is_transposed=False)
 
 
 def pack_quantized(
@@ -79,8 +82,8 @@ def _pack_dynamic(
     assert activations is not None
     is_integer = activations.kind == "int" and device.type == "cpu" and has_exact_int8()
     return DynamicWeight(
-        codes=weight.codes if is_integer else pack_dense(weight.codes, dtype, device),
-        scale=weight.scale.flatten().to(device=device, dtype=torch.float32),
+        codes=weight.codes.clone() if is_integer else pack_dense(weight.codes, dtype, device),
+        scale=weight.scale.flatten().to(device=device, dtype=torch.float32, copy=True),
         activations=activations,
     )
 

@@ -70,7 +70,7 @@ def pack_int4(weight: QuantizedWeight) -> PackedInt4Weight:
         tiles=torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, _INT4_INNER_K),
         scale_zeros=torch.stack((scale_GN, torch.zeros_like(scale_GN)), dim=-1).contiguous(),
         words=pack(weight.codes, 4),
-        scale=weight.scale,
+        scale=weight.scale.clone(),
         group_size=group,
     )
 

@@ -66,6 +66,7 @@ def check(
         query_lens=tuple(query_lens),
         seq_lens=tuple(seq_lens),
         kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
         block_size=block_size,
         blank_block=NUM_BLOCKS,
         dtype=q.dtype,
@@ -106,6 +107,7 @@ def test_a_long_sequence_does_not_pad_the_short_ones() -> None:
         query_lens=(1, 1, 1, 1),
         seq_lens=seq_lens,
         kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
         block_size=4,
         blank_block=NUM_BLOCKS,
         dtype=torch.float32,
@@ -113,6 +115,12 @@ def test_a_long_sequence_does_not_pad_the_short_ones() -> None:
     plan = plan_attention(batch, None)
     assert [group.num_spans for group in plan.groups] == [1, 3]
     assert sum(len(group.tiles) for group in plan.groups) == 2 * KV_HEADS * (16 + 3)
+
+
+def test_large_groups_are_split_by_what_they_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "GATHER_BYTES", 5 * 2 * KV_HEADS * 4 * HEAD_DIM * 4)
+    check([1] * 6, [8, 7, 9, 8, 12, 5])
+    check([1] * 2, [30, 29])
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from model_oracle import MemoryArtifact, MemoryReader, artifact_of, load, make_hf, rtn
+from model_oracle import (
+    MemoryArtifact,
+    MemoryReader,
+    artifact_of,
+    load,
+    make_hf,
+    random_ids,
+    rtn,
+    run_alone,
+)
 
 from quant.artifact import layout
 from quant.artifact.errors import IntegrityError, SchemeError
@@ -209,3 +218,22 @@ def test_copied_blocks_hold_the_same_bytes(dtype: str) -> None:
         data = pool.view(torch.uint8)
         assert torch.equal(data[0], data[1])
         assert torch.equal(data[5], data[4])
+
+
+@pytest.mark.parametrize(
+    "scheme", [DENSE, W4, PRESETS["w8a8"], PRESETS["fp8"]], ids=lambda s: s.label
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_decoder_owns_its_weights(scheme: Scheme, dtype: torch.dtype) -> None:
+    """The files behind the tensors may change or go away while the model serves."""
+    artifact = artifact_of(make_hf("llama", **SHAPE), scheme)
+    if dtype == torch.bfloat16:
+        for name, tensor in artifact.reader.tensors.items():
+            if tensor.dtype == torch.float32:
+                artifact.reader.tensors[name] = tensor.bfloat16()
+    decoder = load(artifact, dtype)
+    ids, kv_dtype = random_ids(20), "bfloat16" if dtype == torch.bfloat16 else "float32"
+    before = run_alone(decoder, ids, [19, 1], kv_dtype=kv_dtype)
+    for tensor in artifact.reader.tensors.values():
+        tensor.view(torch.uint8).random_(0, 127)
+    assert torch.equal(run_alone(decoder, ids, [19, 1], kv_dtype=kv_dtype), before)
