@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quant.coverage import Coverage
+from quant.errors import PipelineError
 
 REPORT_VERSION = "1.0"
 
@@ -111,11 +112,18 @@ class RunReport:
 
 
 def write_reports(files: Mapping[str, str], directory: Path) -> None:
-    """Write report files into an artifact's directory, each atomically."""
+    """Write report files into an artifact's directory, each atomically; PipelineError if it fails."""
     for name, text in files.items():
         temporary = directory / f"{name}.partial"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, directory / name)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, directory / name)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise PipelineError(
+                f"{directory}: the artifact is complete, but {name} could not be written "
+                f"({error.strerror}); make room and run with --overwrite if you need the report"
+            ) from error
 
 
 def report_json(report: RunReport) -> str:

@@ -7,9 +7,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from quant.calibration import windows_from_token_lists
+from quant.errors import PipelineError
 from quant.report import REPORT_VERSION, ModuleResult, RunReport, report_json, write_reports
 from quant.report_render import model_card, render_summary, report_markdown
 
@@ -111,6 +113,18 @@ def test_markdown_and_card() -> None:
     assert "evaluate out/tiny-w4a16" in card
     for line in text.splitlines():
         assert not line.startswith("|") or line.endswith("|")
+
+
+def test_a_report_that_cannot_be_written_says_that_the_artifact_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, *_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(PipelineError, match="the artifact is complete, but report.md"):
+        write_reports({"report.md": "a\n"}, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_are_written_whole(tmp_path: Path) -> None:
