@@ -40,7 +40,7 @@ def resolve_input(name: str, kind: Kind) -> Path:
 
 
 def _not_found(name: str, given: Path, folder: Path) -> str:
-    known = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name != "README.md")
+    known = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".jsonl"))
     kind_of = "is a folder" if given.is_dir() else "does not exist"
     return (
         f"{name}: {given.absolute()} {kind_of}, and there is no such file in {folder} "
