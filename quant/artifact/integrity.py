@@ -26,6 +26,7 @@ from quant.artifact.store import DTYPE_CODES, PICKLE_SUFFIXES, CheckpointReader
 
 CONFIG_NAME = "config.json"
 _CHUNK_BYTES = 1 << 22
+_FLOATS = ("F32", "BF16", "F16")
 # What some loader would pick up from the folder, so that it may not lie there unlisted.
 _LOADABLE_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")
 
@@ -138,9 +139,6 @@ def check_modules(manifest: Manifest) -> Iterator[Problem]:
     for module in manifest.kv_cache.modules if manifest.kv_cache else ():
         for leaf in ("k_scale", "v_scale"):
             yield from _check_one(manifest.tensors, f"{module}.{leaf}", (1,), _FLOATS)
-
-
-_FLOATS = ("F32", "BF16", "F16")
 
 
 def _check_one(

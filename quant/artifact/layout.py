@@ -94,6 +94,17 @@ def _check_scale_fits(scale_f32: Tensor, stored: Tensor) -> None:
         )
 
 
+def _check_values_fit(absmax: Tensor, scale: Tensor) -> None:
+    """A code lies up to half a step beyond the weight it stands for, which float16 may not hold."""
+    highest = float((absmax + scale.float() / 2).max())
+    if highest > torch.finfo(scale.dtype).max:
+        name = str(scale.dtype).removeprefix("torch.")
+        raise SchemeError(
+            f"dequantized weights up to {highest:.4g} overflow {name}; "
+            "use dtype bfloat16 or float32, or skip the module"
+        )
+
+
 def min_max_qparams(
     weight_f32: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
@@ -113,9 +124,13 @@ def min_max_qparams(
     if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
         raise SchemeError("the weight holds NaN or Inf")
     q_min, q_max = code_range(scheme)
+    absmax = torch.maximum(-low, high)
     if scheme.symmetric:
-        return round_scale(torch.maximum(-low, high) / ((q_max - q_min) / 2), scale_dtype), None
+        scale = round_scale(absmax / ((q_max - q_min) / 2), scale_dtype)
+        _check_values_fit(absmax, scale)
+        return scale, None
     scale = round_scale((high - low) / (q_max - q_min), scale_dtype)
+    _check_values_fit(absmax, scale)
     zero_point = (q_min - low / scale.float()).clamp(q_min, q_max).round()
     return scale, torch.where(high == low, 0.0, zero_point).to(torch.int8)
 

@@ -228,6 +228,8 @@ def test_scales_that_do_not_fit_are_refused() -> None:
         min_max_qparams(large, w4, torch.float16)
     with pytest.raises(SchemeError, match="vanishes in float16"):
         min_max_qparams(tiny, w4, torch.float16)
+    with pytest.raises(SchemeError, match="dequantized weights up to 6.*e.04 overflow float16"):
+        min_max_qparams(torch.full((2, 128), -65000.0), w4, torch.float16)
     for weight in (large, tiny):
         qw = quantized(weight, PRESETS["w4a16"], torch.bfloat16)
         assert torch.allclose(dequantize(qw).float(), weight, rtol=0.08)
