@@ -112,7 +112,7 @@ class RunReport:
 
 
 def write_reports(files: Mapping[str, str], directory: Path) -> None:
-    """Write report files into an artifact's directory, each atomically; PipelineError if it fails."""
+    """Write report files into an artifact's directory, each whole or not; PipelineError if not."""
     for name, text in files.items():
         temporary = directory / f"{name}.partial"
         try:
