@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +16,8 @@ from eval.amounts import Amounts
 from eval.errors import EvaluationError
 
 DEFAULT_COMMAND = "judge"
+# Click's UsageError, whichever click this typer brings.
+USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
 class Device(StrEnum):
@@ -203,21 +206,23 @@ def judge(
     raise typer.Exit(written.evaluation.verdict.exit_code)
 
 
-def main() -> None:
-    """Run the command; an error is one line on stderr and its exit code."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; anything wrong is one line on stderr and its exit code."""
     try:
-        app()
+        code = app(args=arguments, standalone_mode=False, prog_name="evaluate") or 0
+    except USAGE_ERROR as error:
+        code = _fail(f"{error.format_message()} (evaluate --help shows every option)", 2)
     except EvaluationError as error:
-        Console(stderr=True, highlight=False).print(
-            f"[bold red]error:[/] {_plain(error)}", soft_wrap=True
-        )
-        sys.exit(error.exit_code)
+        code = _fail(str(error), error.exit_code)
+    except MemoryError:
+        code = _fail("out of memory; use fewer --windows or a smaller --window-tokens", 4)
+    sys.exit(code)
 
 
-def _plain(error: EvaluationError) -> str:
-    from rich.markup import escape
-
-    return escape(str(error))
+def _fail(message: str, code: int) -> int:
+    console = Console(stderr=True, highlight=False)
+    console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    return code
 
 
 if __name__ == "__main__":

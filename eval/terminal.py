@@ -5,6 +5,7 @@ Plain lines without colour or boxes when the output is not a terminal.
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -31,9 +32,13 @@ _LONGEST_ANSWER = 300
 
 
 class TerminalProgress:
-    """`eval.progress.Progress` as one bar per stage; silent when the output is not a terminal."""
+    """`eval.progress.Progress` on a terminal: one bar per stage, gone when the verdict comes.
+
+    Elsewhere (a log, a pipe) each stage leaves one line with its seconds when it is over.
+    """
 
     def __init__(self, console: Console) -> None:
+        self._console = console
         self._bars = Progress(
             TextColumn("{task.description:<24}"),
             BarColumn(bar_width=32),
@@ -44,6 +49,8 @@ class TerminalProgress:
             disable=not console.is_terminal,
         )
         self._task: TaskID | None = None
+        self._stage = ""
+        self._began = 0.0
 
     def __enter__(self) -> TerminalProgress:
         self._bars.start()
@@ -56,15 +63,23 @@ class TerminalProgress:
         traceback: TracebackType | None,
     ) -> None:
         self._bars.stop()
+        if error is None:
+            self._log()
 
     def stage(self, text: str, total: int) -> None:
         """A new bar; the one before stays as it is."""
+        self._log()
+        self._stage, self._began = text, time.monotonic()
         self._task = self._bars.add_task(text, total=total)
 
     def advance(self, count: int) -> None:
         """Move the current bar."""
         assert self._task is not None
         self._bars.advance(self._task, count)
+
+    def _log(self) -> None:
+        if self._stage and not self._console.is_terminal:
+            self._console.print(f"{self._stage:<24} {time.monotonic() - self._began:6.1f} s")
 
 
 def show(console: Console, written: Written) -> None:

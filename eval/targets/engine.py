@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from eval.errors import EvaluationError
 from eval.targets.base import Advance, Answer, Finish, Prompt, TokenScores
 from runtime.config import EngineConfig
+from runtime.engine import numerics
 from runtime.engine.engine import Engine
 from runtime.engine.score import ScoreItem
 from runtime.request import FinishReason, Request, RequestError, SamplingParams
@@ -43,14 +44,7 @@ class EngineTarget:
 
     def numerics(self) -> dict[str, str]:
         """device_class, compute_dtype, kv_cache_dtype and lm_head_scheme, for the stamp."""
-        resolved, artifact = self.engine.resolved, self.engine.artifact
-        assert artifact is not None
-        return {
-            "device_class": resolved.device.partition(":")[0],
-            "compute_dtype": resolved.dtype,
-            "kv_cache_dtype": resolved.kv_cache_dtype,
-            "lm_head_scheme": artifact.schemes()["lm_head"].label,
-        }
+        return numerics(self.engine)
 
     def score(
         self, windows: Sequence[Sequence[int]], references: Sequence[Tensor]

@@ -7,6 +7,8 @@ the output head makes the full-vocabulary log-probabilities again, to the last b
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -134,9 +136,10 @@ def _load_model(checkpoint: Checkpoint, device: str) -> Any:
         dequantize = transformers.GgufConfig(dequantize=True)
         options = {"gguf_file": checkpoint.gguf_file, "quantization_config": dequantize}
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(checkpoint.directory), dtype=torch.float32, local_files_only=True, **options
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's own progress bar
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                str(checkpoint.directory), dtype=torch.float32, local_files_only=True, **options
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise TargetError(f"the base {checkpoint.name} cannot be loaded: {error}") from error
     # Sampling defaults and penalties that ship with a model must not touch a greedy answer.
