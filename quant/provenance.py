@@ -20,7 +20,7 @@ from typing import Any
 
 import safetensors
 import torch
-import transformers
+
 
 from quant.artifact.artifact import Artifact
 from quant.artifact.durable import write_file
@@ -56,7 +56,7 @@ def tools(device: str) -> dict[str, str]:
         "weighbridge": package_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "safetensors": safetensors.__version__,
         "device": device_class(device),
         "threads": str(torch.get_num_threads()),
