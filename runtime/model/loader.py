@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quant.artifact.errors import IntegrityError
-from quant.artifact.layout import QuantizedWeight, from_tensors, tensor_names, tensor_shapes
+from quant.artifact.layout import QuantizedWeight, tensor_shapes
 from quant.artifact.scheme import DENSE, Scheme
 from runtime.model.decoder import Decoder, DecoderLayer, Norms
 from runtime.model.errors import UnsupportedModelError
@@ -47,6 +47,8 @@ class ArtifactLike(Protocol):
 
     def schemes(self) -> Mapping[str, Scheme]: ...
 
+    def weight(self, module: str) -> QuantizedWeight | Tensor: ...
+
     def kv_scales(self, layer: int) -> tuple[float, float] | None: ...
 
 
@@ -65,7 +67,7 @@ def load_decoder(
     """
     spec = ModelSpec.from_config(artifact.config)
     kv_scales = tuple(artifact.kv_scales(i) for i in range(spec.num_layers))
-    weights = _Weights(spec, artifact.reader, artifact.schemes(), torch.device(device), dtype)
+    weights = _Weights(spec, artifact, torch.device(device), dtype)
     weights.check()
     return Decoder(
         spec=spec,
@@ -83,14 +85,14 @@ class _Weights:
     def __init__(
         self,
         spec: ModelSpec,
-        source: WeightSource,
-        schemes: Mapping[str, Scheme],
+        artifact: ArtifactLike,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._spec, self._source, self._schemes = spec, source, schemes
-        self._device, self._dtype = device, dtype
-        self._names = frozenset(source.names)
+        self._spec, self._device, self._dtype = spec, device, dtype
+        self._weight, self._source = artifact.weight, artifact.reader
+        self._schemes = artifact.schemes()
+        self._names = frozenset(self._source.names)
         self.prefix = _prefix(spec, self._names)
         self._head = _head_module(self.prefix)
 
@@ -220,11 +222,8 @@ class _Weights:
         )
 
     def _shard(self, module: str) -> QuantizedWeight | Tensor:
-        scheme = self._scheme(module)
-        if scheme.is_dense:
-            return _cast(self._source.tensor(f"{module}.weight"), self._dtype, module)
-        tensors = {n: self._source.tensor(f"{module}.{n}") for n in tensor_names(scheme)}
-        return from_tensors(tensors, scheme)
+        weight = self._weight(module)
+        return _cast(weight, self._dtype, module) if isinstance(weight, Tensor) else weight
 
 
 def _prefix(spec: ModelSpec, names: frozenset[str]) -> str:

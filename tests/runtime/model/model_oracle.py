@@ -60,6 +60,12 @@ class MemoryArtifact:
     def schemes(self) -> dict[str, Scheme]:
         return self.modules
 
+    def weight(self, module: str) -> layout.QuantizedWeight | torch.Tensor:
+        scheme = self.modules[module]
+        names = layout.tensor_names(scheme)
+        tensors = {name: self.reader.tensor(f"{module}.{name}") for name in names}
+        return tensors["weight"] if scheme.is_dense else layout.from_tensors(tensors, scheme)
+
     def kv_scales(self, layer: int) -> tuple[float, float] | None:
         return self.kv.get(layer)
 
