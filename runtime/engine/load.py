@@ -68,17 +68,17 @@ def load(path: Path, config: EngineConfig) -> Loaded:
     )
     if config.probe and artifact.manifest.probe is not None:
         check_probe(decoder, artifact, artifact.manifest.probe, numerics, config.block_size)
-    kv = make_cache(decoder, numerics, resolved.num_blocks, config.block_size)
+    kv = make_cache(decoder, numerics.kv_cache_dtype, resolved.num_blocks, config.block_size)
     return Loaded(decoder=decoder, kv=kv, resolved=resolved, artifact=artifact)
 
 
-def make_cache(decoder: Decoder, numerics: Numerics, num_blocks: int, block_size: int) -> KVCache:
+def make_cache(decoder: Decoder, dtype: str, num_blocks: int, block_size: int) -> KVCache:
     """An empty pool; fp8 with the artifact's scales, 1.0 where it has none."""
     return KVCache(
         decoder.spec,
         num_blocks,
         block_size,
-        numerics.kv_cache_dtype,
+        dtype,
         decoder.device,
         decoder.kv_scales,
     )
@@ -87,7 +87,11 @@ def make_cache(decoder: Decoder, numerics: Numerics, num_blocks: int, block_size
 def check_probe(
     decoder: Decoder, artifact: Artifact, probe: ProbeRecord, numerics: Numerics, block_size: int
 ) -> None:
-    """Raise ProbeError unless the decoder reproduces the probe. Uses a scratch cache of its own."""
+    """Raise ProbeError unless the decoder reproduces the probe.
+
+    Runs on a scratch cache of the artifact's own KV type: what an operator's other choice of KV
+    type changes is intended, and not what the tolerance was made for.
+    """
     pieces: list[Piece] = []
     num_blocks = 0
     for prompt in probe.prompts:
@@ -98,7 +102,8 @@ def check_probe(
         pieces.append(
             Piece(tokens=prompt.token_ids, start=0, block_ids=blocks, wanted=[num_tokens - 1])
         )
-    kv = make_cache(decoder, numerics, num_blocks, block_size)
+    kv_dtype = numerics.dtype if artifact.manifest.kv_cache is None else "fp8"
+    kv = make_cache(decoder, kv_dtype, num_blocks, block_size)
     runner = ModelRunner(decoder, kv, block_size)
     logits_PV = runner.logits(runner.forward(pieces))
     result = compare(
@@ -107,7 +112,7 @@ def check_probe(
     if not result.passed:
         raise ProbeError(
             f"{artifact.path.name} does not compute what it was sealed with (device "
-            f"{numerics.device}, {numerics.dtype}, KV in {numerics.kv_cache_dtype}): {result}; run "
+            f"{numerics.device}, {numerics.dtype}, KV in {kv_dtype}): {result}; run "
             "`quantize verify` on it; if float32 passes, a kernel for the other type is at fault"
         )
 
@@ -129,6 +134,6 @@ def _pool_facts(decoder: Decoder, numerics: Numerics, config: EngineConfig) -> P
         return cpu_pool(available_host_bytes())
     num_tokens = min(config.max_num_batched_tokens, decoder.spec.max_positions)
     num_blocks = -(-num_tokens // config.block_size)
-    kv = make_cache(decoder, numerics, num_blocks, config.block_size)
+    kv = make_cache(decoder, numerics.kv_cache_dtype, num_blocks, config.block_size)
     runner = ModelRunner(decoder, kv, config.block_size)
     return cuda_pool(runner, num_tokens, config.max_num_seqs, config.gpu_memory_utilization)

@@ -131,13 +131,13 @@ def _add(scores_RV: torch.Tensor, additions: Sequence[Iterable[tuple[int, float]
 def _draw(scores_RV: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     device = scores_RV.device
     temperatures_R1 = torch.tensor([[row.params.temperature] for row in rows], device=device)
-    # Shifted by the maximum first: a small temperature must not overflow.
-    scores_RV = (scores_RV - scores_RV.amax(-1, keepdim=True)) / temperatures_R1
+    # Shifted by the maximum first: a small temperature must not overflow. `scores_RV` is a copy.
+    scores_RV = scores_RV.sub_(scores_RV.amax(-1, keepdim=True)).div_(temperatures_R1)
     filtered = [index for index, row in enumerate(rows) if _is_filtered(row.params)]
     if filtered:
         params = [rows[index].params for index in filtered]
         scores_RV[filtered] = keep_likely(scores_RV[filtered], params)
-    cumulative_RV = scores_RV.double().softmax(-1).cumsum(-1)
+    cumulative_RV = scores_RV.exp().cumsum(-1, dtype=torch.float64)
     draws = [[uniform(row.seed, row.num_generated)] for row in rows]
     draws_R1 = torch.tensor(draws, dtype=torch.float64, device=device)
     ids_R1 = torch.searchsorted(cumulative_RV, draws_R1 * cumulative_RV[:, -1:], right=True)
@@ -157,13 +157,14 @@ def keep_likely(scores_RV: torch.Tensor, params: Sequence[SamplingParams]) -> to
     size = min(vocab, max(HEAD_SIZE, *(p.top_k for p in params)))
     head_RK = scores_RV.topk(size, dim=-1).values
     num_kept_R = _num_kept(head_RK, scores_RV, params)
-    short = ((num_kept_R >= size) & (size < vocab)).nonzero().squeeze(1)
+    kept_RV = _keep_first(scores_RV, head_RK, num_kept_R)
+    short = ((num_kept_R == size) & (size < vocab)).nonzero().squeeze(1)
     if short.numel():
-        full = scores_RV[short].sort(-1, descending=True).values
-        again = _num_kept(full, scores_RV[short], [params[i] for i in short.tolist()])
-        num_kept_R[short] = again
-        head_RK = scores_RV.sort(-1, descending=True).values
-    return _keep_first(scores_RV, head_RK, num_kept_R)
+        rows_RV = scores_RV[short]
+        sorted_RV = rows_RV.sort(-1, descending=True).values
+        num_kept_R = _num_kept(sorted_RV, rows_RV, [params[i] for i in short.tolist()])
+        kept_RV[short] = _keep_first(rows_RV, sorted_RV, num_kept_R)
+    return kept_RV
 
 
 def _num_kept(
@@ -176,12 +177,12 @@ def _num_kept(
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
     min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
     order_K = torch.arange(size, device=device)
-    weights_RK = head_RK.double().exp() * (order_K < top_k.unsqueeze(1))
-    all_weights = scores_RV.double().exp().sum(-1)
+    weights_RK = head_RK.exp().double() * (order_K < top_k.unsqueeze(1))
+    all_weights = scores_RV.exp().sum(-1, dtype=torch.float64)
     total_R = torch.where(top_k <= size, weights_RK.sum(-1), all_weights)
     mass_before_RK = weights_RK.cumsum(-1) - weights_RK
     in_nucleus = mass_before_RK < (top_p * total_R).unsqueeze(1)
-    is_likely = head_RK.double().exp() >= min_p.unsqueeze(1)  # the maximum has weight 1
+    is_likely = head_RK.exp() >= min_p.unsqueeze(1)  # the maximum has weight 1
     everything = (top_p >= 1.0).unsqueeze(1)
     kept_RK = (in_nucleus | everything) & is_likely & (order_K < top_k.unsqueeze(1))
     return kept_RK.sum(-1).clamp(min=1)
@@ -190,8 +191,15 @@ def _num_kept(
 def _keep_first(
     scores_RV: torch.Tensor, head_RK: torch.Tensor, num_kept_R: torch.Tensor
 ) -> torch.Tensor:
-    """Keep the `num_kept_R` highest scores of each row, equal ones by rising id."""
+    """Keep the `num_kept_R` highest scores of each row, equal ones by rising id.
+
+    `head_RK`: the highest scores, sorted. Ties matter only where one is kept and the next is not.
+    """
     edge_R1 = head_RK.gather(1, num_kept_R.unsqueeze(1) - 1)
+    next_R1 = head_RK.gather(1, num_kept_R.clamp(max=head_RK.shape[1] - 1).unsqueeze(1))
+    is_cut_R1 = num_kept_R.unsqueeze(1) < head_RK.shape[1]
+    if not bool(((next_R1 == edge_R1) & is_cut_R1).any()):
+        return scores_RV.masked_fill(scores_RV < edge_R1, -torch.inf)
     above_RV = scores_RV > edge_R1
     tied_RV = scores_RV == edge_R1
     num_tied_kept_R1 = num_kept_R.unsqueeze(1) - above_RV.sum(-1, keepdim=True)

@@ -173,7 +173,7 @@ def test_d07_fp8_kv_with_prefix_hits_and_chunks(
         prompt[:96],
         prompt[:97],
     ]
-    base = open_engine(path, kv_cache_dtype="fp8", probe=False)
+    base = open_engine(path, kv_cache_dtype="fp8")
     assert base.resolved.kv_cache_dtype == "fp8"
     expected = [greedy(variant(base), [p], 24)[0] for p in variants]
     for chunk in (16, 32, 2048):
