@@ -186,6 +186,11 @@ def _check_ranges(config: EngineConfig) -> None:
     if config.block_size not in BLOCK_SIZES:
         sizes = ", ".join(map(str, BLOCK_SIZES))
         raise ConfigError(f"block_size {config.block_size} is not supported; use one of {sizes}")
+    if config.deterministic:
+        raise ConfigError(
+            "deterministic: no kernel here promises results that are independent of the batch to "
+            "the last bit; leave it off (in float32, greedy tokens agree but for near-ties)"
+        )
     if not 0 < config.gpu_memory_utilization <= 1:
         raise ConfigError(
             f"gpu_memory_utilization is a share in (0, 1], not {config.gpu_memory_utilization}"

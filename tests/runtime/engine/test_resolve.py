@@ -97,6 +97,7 @@ def test_the_token_budget_bounds_the_sequences() -> None:
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold"),
         ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override"),
         ({"kv_cache_memory_bytes": 100}, "does not hold one block"),
+        ({"deterministic": True}, "independent of the batch"),
         ({"device": "tpu"}, "'tpu' is unknown"),
         ({"device": "cuda"}, "torch finds none"),
         ({"dtype": "int4"}, "'int4' is unknown"),

@@ -92,8 +92,17 @@ class World:
             assert not self.threshold or num_tokens <= self.threshold
             end = sequence.num_computed + num_tokens
             assert self.blocks.blocks_for(end) <= len(sequence.block_ids)
+        self.check_sharing()
         if plan.preempted:
             assert all(s.num_computed or s.num_generated for s in plan.spans), "somebody started"
+
+    def check_sharing(self) -> None:
+        """A block in two tables holds the same tokens after the same prefix, of the same salt."""
+        contents: dict[int, tuple[str, list[int]]] = {}
+        for sequence in self.scheduler.running.values():
+            for i, block in enumerate(sequence.block_ids):
+                content = (sequence.request.cache_salt, sequence.tokens[: (i + 1) * BLOCK])
+                assert contents.setdefault(block, content) == content
 
     def drain(self, limit: int = 5000) -> int:
         for steps in range(limit):
