@@ -67,13 +67,20 @@ class LineProgress:
         self._spoke = now
         left = elapsed / index * (self._total - index) if index else None
         rest = "" if left is None else f", about {duration(left)} left"
-        self._console.print(f"{text} ({duration(elapsed)} so far{rest})")
+        self._console.print(f"{text} ({_clock(elapsed)} so far{rest})")
 
     def done(self) -> None:
         self._console.print(f"all {self._total} layers done")
 
     def stop(self) -> None:
         return
+
+
+def _clock(seconds: float) -> str:
+    """`2:05`, `1:02:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def make_progress(console: Console) -> BarProgress | LineProgress:
