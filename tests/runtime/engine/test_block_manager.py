@@ -104,6 +104,7 @@ tokens = st.lists(st.integers(0, 2), min_size=8, max_size=32)
 salts = st.lists(st.sampled_from(["", "a", "b", "ab", "\ud800"]), max_size=3)
 
 
+@settings(deadline=None)
 @given(tokens, tokens, salts, salts)
 def test_hashes_agree_exactly_on_equal_prefixes_of_equal_salts(
     one: list[int], two: list[int], salt_one: list[str], salt_two: list[str]
