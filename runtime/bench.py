@@ -29,12 +29,16 @@ OK = "ok"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What to send. `extra` goes into each request body as it is."""
+    """What to send: `prompt` with a running number before it, or `prompts` in turn as they are.
+
+    `extra` goes into each request body as it is.
+    """
 
     url: str
     num_requests: int = 64
     concurrency: int = 16
     prompt: str = "Hello"
+    prompts: tuple[str, ...] = ()
     max_tokens: int = 64
     temperature: float = 0.0
     timeout_s: float = 300.0
@@ -42,8 +46,10 @@ class Load:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def body(self, number: int) -> dict[str, Any]:
+        numbered = f"({number}) {self.prompt}"
+        content = self.prompts[number % len(self.prompts)] if self.prompts else numbered
         return {
-            "messages": [{"role": "user", "content": f"({number}) {self.prompt}"}],
+            "messages": [{"role": "user", "content": content}],
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "stream": True,

@@ -428,12 +428,12 @@ def _one_of(flag: str, value: str, known: Sequence[str]) -> str:
 
 def _dtype(value: str) -> DType:
     known: tuple[DType, ...] = ("auto", "float32", "bfloat16", "float16")
-    return known[known.index(_one_of("--dtype", value, known))]  # type: ignore[arg-type]
+    return known[known.index(_one_of("--dtype", value, known))]
 
 
 def _kv_dtype(value: str) -> KVCacheDType:
     known: tuple[KVCacheDType, ...] = ("auto", "float32", "bfloat16", "float16", "fp8")
-    return known[known.index(_one_of("--kv-cache-dtype", value, known))]  # type: ignore[arg-type]
+    return known[known.index(_one_of("--kv-cache-dtype", value, known))]
 
 
 def _version() -> str:

@@ -10,6 +10,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from runtime.config import ResolvedConfig
 from runtime.engine.validation import Bounds, check_request
@@ -77,9 +78,9 @@ class Intake:
 
     async def chat_ids(
         self,
-        messages: Sequence[dict[str, object]],
+        messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool,
-        template_kwargs: dict[str, object] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a parsed conversation. BadRequest carries the template's own message."""
         num_chars = sum(len(str(m["content"] or "")) for m in messages)

@@ -94,5 +94,5 @@ def _is_space_rule(step: Mapping[str, Any]) -> bool:
 
 def _strips_space(step: Mapping[str, Any]) -> bool:
     if step.get("type") == "Metaspace":
-        return step.get("prepend_scheme", "always") != "never"
+        return bool(step.get("prepend_scheme", "always") != "never")
     return step.get("type") == "Strip" and step.get("content") == " " and step.get("start", 0) > 0

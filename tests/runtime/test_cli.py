@@ -1,0 +1,213 @@
+"""The `runtime` command: help, refusals with exit code 2, and the real engine behind each verb."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from runtime.cli import main
+
+REPO = Path(__file__).parents[2]
+RUN = [sys.executable, "-c", "from runtime.cli import main; main()"]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPO), "COLUMNS": "120"}
+
+
+def call(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must exit 2; its one line on stderr."""
+    assert call(arguments) == 2
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    return errors
+
+
+@pytest.fixture(scope="module")
+def art(dense_artifact: Callable[..., Path], tiny_model: Callable[..., Path]) -> Path:
+    return dense_artifact(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["chat"], ["bench"]])
+def test_help_loads_nothing_heavy(command: list[str]) -> None:
+    check = (
+        "import atexit, sys; from runtime.cli import main\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy'}\n"
+        "atexit.register(lambda: print('loaded', sorted(heavy & set(sys.modules))))\n"
+        f"main({[*command, '--help']!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage: runtime" in done.stdout
+    assert done.stdout.endswith("loaded []\n")
+
+
+def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call([]) == 2
+    assert "runtime serve my-model-w4a16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--swap-space", "--port=x", "--max-num-seqs=0"])
+def test_unknown_and_wrong_flags(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert flag.split("=")[0] in refused(["serve", "art", flag], capsys)
+
+
+@pytest.mark.parametrize("verb", ["serve", "chat", "generate"])
+def test_what_is_no_artifact_is_refused_with_the_way_out(
+    verb: str, tmp_path: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gguf = tmp_path / "x.gguf"
+    gguf.write_bytes(b"GGUF")
+    more = ["--prompt", "x"] if verb == "generate" else []
+    port = ["--port", "0"] if verb == "serve" else []
+    for path in (gguf, tiny_model("llama")):
+        error = refused([verb, str(path), *more, *port], capsys)
+        assert f"quantize convert {path}" in error.replace("\n", "")
+    assert "no such artifact" in refused(["serve", str(tmp_path / "none"), "--port", "0"], capsys)
+
+
+def test_bad_values_name_the_flag(art: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, value in (("--dtype", "int3"), ("--kv-cache-dtype", "int1"), ("--verify", "maybe")):
+        error = refused(["serve", str(art), "--port", "0", flag, value], capsys)
+        assert flag in error
+        assert value in error
+
+
+def test_an_unjudged_artifact_is_refused_on_demand(
+    art: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(["serve", str(art), "--port", "0", "--require-accepted"], capsys)
+    assert "not judged" in error
+
+
+def test_generate_continues_a_text(art: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", str(art), "--prompt", "The customer", "--max-tokens", "8"]
+    assert call(arguments) == 0
+    first = capsys.readouterr().out
+    assert call(arguments) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_a_prompt_beyond_the_context_is_refused(
+    art: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(["generate", str(art), "--prompt", "word " * 2000], capsys)
+    assert "context holds 1024" in error.replace("\n", " ")
+
+
+def test_chat_reads_piped_lines(
+    art: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n/help\n/reset\n/wat\n/exit\nnever\n"))
+    assert call(["chat", str(art), "--max-tokens", "3", "--temperature", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "(forgotten)" in printed
+    assert "unknown command /wat" in printed
+    assert "never" not in printed
+
+
+@pytest.fixture(scope="module")
+def server(art: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """`runtime serve` on the real engine with a pool so small that it preempts."""
+    log = tmp_path_factory.mktemp("serve") / "err"
+    command = [*RUN, "serve", str(art), "--port", "0", "--served-model-name", "tiny",
+               "--max-num-seqs", "4", "--num-gpu-blocks-override", "24"]  # fmt: skip
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment()
+        )
+    assert process.stdout is not None
+    banner = ""
+    for line in process.stdout:
+        banner += line
+        if "curl" in line:
+            break
+    try:
+        assert "serving" in banner, log.read_text()
+        url = banner.split(" at ")[1].split("/v1")[0].strip()
+        yield {"url": url, "banner": banner}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_banner_tells_what_runs_and_why(server: dict[str, Any]) -> None:
+    for text in ("max_model_len", "kv_cache_dtype", "num_blocks", "not judged", "warning", "curl"):
+        assert text in server["banner"]
+
+
+def test_the_real_engine_answers_alike_streamed_alone_and_crowded(server: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "pay the fee"}], "max_tokens": 24,
+            "temperature": 0, "logprobs": True, "top_logprobs": 2}  # fmt: skip
+    url = f"{server['url']}/v1/chat/completions"
+    whole = httpx.post(url, json=body, timeout=60).json()
+    choice = whole["choices"][0]
+    crowd = httpx.post(url, json={**body, "n": 6}, timeout=60).json()["choices"]
+    assert {c["message"]["content"] for c in crowd} == {choice["message"]["content"]}
+    streamed = httpx.post(url, json={**body, "stream": True}, timeout=60).text.split("\n\n")
+    chunks = [json.loads(frame[6:])["choices"][0] for frame in streamed[:-2]]
+    assert "".join(c["delta"].get("content", "") for c in chunks) == choice["message"]["content"]
+    data = b"".join(bytes(e["bytes"]) for e in choice["logprobs"]["content"])
+    assert data.decode("utf-8", "replace") == choice["message"]["content"]
+
+
+def test_growth_past_the_pool_and_prompts_beyond_it(server: dict[str, Any]) -> None:
+    url = f"{server['url']}/v1/completions"
+    small = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    alone = httpx.post(url, json=small, timeout=60).json()["choices"][0]["text"]
+    too_long = httpx.post(url, json={"prompt": [9] * 500, "max_tokens": 4}, timeout=60)
+    assert too_long.status_code == 400
+    assert "KV pool" in too_long.json()["error"]["message"]
+    grows = {"prompt": [9] * 300, "max_tokens": 200, "ignore_eos": True}
+    grown = httpx.post(url, json=grows, timeout=60).json()
+    assert grown["choices"][0]["finish_reason"] == "length"
+    assert httpx.post(url, json=small, timeout=60).json()["choices"][0]["text"] == alone
+
+
+def test_scoring_is_the_same_cold_and_warm(server: dict[str, Any]) -> None:
+    url = f"{server['url']}/v1/completions"
+    body = {"prompt": list(range(40, 90)), "echo": True, "logprobs": 1, "max_tokens": 1,
+            "temperature": 0}  # fmt: skip
+    cold, warm = (
+        httpx.post(url, json=body, timeout=60).json()["choices"][0]["logprobs"] for _ in range(2)
+    )
+    assert len(cold["token_logprobs"]) == 51
+    assert cold["token_logprobs"][1:] == pytest.approx(warm["token_logprobs"][1:], abs=1e-4)
+
+
+def test_gauges_return_to_their_start(server: dict[str, Any]) -> None:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        text = httpx.get(f"{server['url']}/metrics").text
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        values = [
+            float(line.rsplit(" ", 1)[1])
+            for line in text.splitlines()
+            if any(line.startswith(f"vllm:{name}{{") for name in names)
+        ]
+        if values == [0.0] * 3:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"gauges are {values}")
