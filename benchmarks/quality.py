@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -212,10 +213,10 @@ def progress(text: str) -> None:
 
 
 def quantize(
-    source: Source, candidate: Candidate, windows: Windows, out: Path, device: str
+    source: Source, candidate: Candidate, windows: Windows, out: Path, args: argparse.Namespace
 ) -> RunReport:
     """Make the candidate's artifact at `out`."""
-    recipe = Recipe.parse(candidate.recipe, candidate.scheme)
+    recipe = Recipe.parse(candidate.recipe, candidate.scheme).with_overrides(args.changes)
     dtype = str(source.dtype).removeprefix("torch.")
     plan = make_plan(
         recipe,
@@ -226,7 +227,7 @@ def quantize(
         is_tied=source.skeleton.is_tied,
     )
     calibration = windows_from_token_lists(windows.calibration)
-    return run(source, plan, recipe, calibration, out, device=device, progress=ShowProgress())
+    return run(source, plan, recipe, calibration, out, device=args.device, progress=ShowProgress())
 
 
 def measure(
@@ -238,7 +239,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        report = quantize(source, candidate, windows, Path(folder) / name, args.device)
+        report = quantize(source, candidate, windows, Path(folder) / name, args)
         seconds = time.perf_counter() - started
         model = make_candidate(reference, open_artifact(Path(folder) / name))
     common = row_common(candidate, windows, report, args)
@@ -268,6 +269,7 @@ def row_common(
         "extra": {
             "method": candidate.method,
             "recipe": candidate.recipe,
+            "overrides": args.changes,
             "lm_head": "kept",
             "calibration_windows": len(windows.calibration),
             "window_tokens": len(windows.calibration[0]),
@@ -307,6 +309,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--batch", type=int, default=0, help="windows at once (0: by device)")
     parser.add_argument("--limit-windows", type=int, help="use only the first N windows of each")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+        help="change a recipe key for all schemes, such as gptq.damping=0.1; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--shape", default="smollm2-135m", help="the model's name in the rows")
     parser.add_argument("--commit", help="commit to record (default: asked of git)")
     parser.add_argument("--out", type=Path, required=True, help="JSON Lines file to append to")
@@ -315,6 +321,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in args.names if name not in CANDIDATES]
     if unknown:
         parser.error(f"unknown schemes {', '.join(unknown)}; known: {', '.join(CANDIDATES)}")
+    args.changes = {
+        key: yaml.safe_load(value)
+        for key, _, value in (text.partition("=") for text in args.settings)
+    }
     args.batch = args.batch or (8 if args.device.startswith("cuda") else 1)
     return args
 
