@@ -14,7 +14,7 @@ What serves which weight, and what it costs in memory per weight:
 
 float32 means float32: torch's int4 kernel rounds inputs and outputs to bfloat16, so using it only
 for small batches would make a row's result depend on the rows beside it. With compute type
-bfloat16 both ways round alike, and the choice is one of speed alone.
+bfloat16 every way rounds to bfloat16, and which one is taken changes no more than that.
 
 A packed weight owns its memory: nothing refers to the (mapped) tensors it was made from.
 """
