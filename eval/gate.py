@@ -14,8 +14,15 @@ from typing import Literal
 
 from eval.errors import EvaluationError
 from eval.gate_spec import METRICS, GateSpec, MetricRule
-from eval.measurement import Measurement, format_value
-from eval.stats import PairedCounts, clopper_pearson_upper, drop_lower, drop_upper, mcnemar_p
+from eval.measurement import Measurement, format_interval, format_value
+from eval.stats import (
+    PairedCounts,
+    clopper_pearson_lower,
+    clopper_pearson_upper,
+    drop_lower,
+    drop_upper,
+    mcnemar_p,
+)
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 Result = Literal["accepted", "rejected", "inconclusive"]
@@ -195,9 +202,8 @@ def _judge_bounds(rule: MetricRule, m: Measurement) -> _Answer:
 
 def _found(rule: MetricRule, m: Measurement) -> str:
     word = "at least" if rule.kind == "min" else "at most"
-    value = format_value(m.estimate, m.unit)
-    bounds = f"{format_value(m.lower, m.unit)} to {format_value(m.upper, m.unit)}"
-    return f"{value} ({bounds}) against {word} {format_value(rule.limit, m.unit)}"
+    found = format_interval(m.estimate, m.lower, m.upper, m.unit)
+    return f"{found} against {word} {format_value(rule.limit, m.unit)}"
 
 
 def _more_tokens(m: Measurement, worst: float, best: float, limit: float) -> int | None:
@@ -229,16 +235,22 @@ def _decide_paired(counts: PairedCounts, margin: float, confidence: float) -> tu
     """The rule of non-inferiority for paired proportions, and in words which part of it spoke."""
     if drop_lower(counts, confidence) > margin:
         return "fail", "the loss is certainly larger than allowed"
+    allowed = RETENTION_MARGINS * margin
+    if clopper_pearson_lower(counts.lost, counts.num_base_ok, confidence) > allowed:
+        return "fail", (
+            f"of {counts.num_base_ok} the base gets right, certainly more than {allowed:.1%} are "
+            "lost, whatever is gained elsewhere"
+        )
     if drop_upper(counts, confidence) >= margin:
         return "inconclusive", "too few items to exclude a larger loss"
     few = counts.lost + counts.gained < FEW_DISCORDANT
     if few and clopper_pearson_upper(counts.lost, counts.num_items, confidence) >= margin:
         return "inconclusive", "too few items to exclude a larger loss"
     kept = clopper_pearson_upper(counts.lost, counts.num_base_ok, confidence)
-    if kept >= RETENTION_MARGINS * margin:
+    if kept >= allowed:
         return "inconclusive", (
             f"up to {kept:.1%} of the {counts.num_base_ok} the base gets right may be lost, "
-            f"{RETENTION_MARGINS * margin:.1%} is allowed"
+            f"{allowed:.1%} is allowed"
         )
     return "pass", "the loss is within the margin"
 

@@ -52,3 +52,10 @@ def format_value(value: float, unit: Unit) -> str:
     if unit == "share":
         return f"{value:.1%}"
     return f"{value * 100:+.1f} pp"
+
+
+def format_interval(estimate: float, lower: float, upper: float, unit: Unit) -> str:
+    """An estimate with its bounds, the unit said once: 0.0215 nats [0.0180, 0.0261]."""
+    low, high = (format_value(bound, unit).removesuffix(" nats") for bound in (lower, upper))
+    low, high = (text.removesuffix(" pp").removesuffix("%") for text in (low, high))
+    return f"{format_value(estimate, unit)} [{low}, {high}]"

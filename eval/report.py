@@ -192,6 +192,7 @@ def to_markdown(evaluation: Evaluation) -> str:
         "\n".join(f"- {step}" for step in wording.next_steps(e)),
         "## Gate",
         _gate_table(e),
+        "In parentheses: guards, which reject what certainly got worse but need not be decided.",
         *wording.remarks(e),
         wording.detectable(e),
         *[f"> {note}" for note in e.notes],

@@ -135,6 +135,11 @@ def clopper_pearson_upper(successes: int, trials: int, confidence: float = 0.95)
     return high
 
 
+def clopper_pearson_lower(successes: int, trials: int, confidence: float = 0.95) -> float:
+    """One-sided lower bound of a proportion; 0.0 without trials."""
+    return 1.0 - clopper_pearson_upper(trials - successes, trials, confidence)
+
+
 Statistic = Callable[[np.ndarray], np.ndarray]
 
 

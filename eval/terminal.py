@@ -29,6 +29,7 @@ _COLOURS = {
     "fail": "red",
 }
 _LONGEST_ANSWER = 300
+GUARDS = "In parentheses: guards. They reject what certainly got worse, but need not be decided."
 
 
 class TerminalProgress:
@@ -88,6 +89,7 @@ def show(console: Console, written: Written) -> None:
     console.print(_verdict(e, boxed=console.is_terminal))
     console.print()
     console.print(_gate_table(e, console))
+    console.print(Text(GUARDS, style="dim"))
     for line in wording.remarks(e):
         console.print(Text(line, style="yellow"))
     for note in e.notes:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from eval.evaluation import Evaluation, Exchange
 from eval.gate import Finding
 from eval.gate_spec import METRICS, MetricRule
-from eval.measurement import Measurement, format_value
+from eval.measurement import Measurement, format_interval
 from eval.stats import PairedCounts, drop_upper
 
 WORST = 3
@@ -57,9 +57,9 @@ def scope(evaluation: Evaluation) -> str:
 
 
 def limit(rule: MetricRule) -> str:
-    """The limit as a person writes it: <= 1.03, >= 92 %, drop < 5 pp."""
+    """The limit as a person writes it: <= 1.03, >= 92 %, > -5 pp."""
     if rule.kind == "max_drop":
-        return f"drop < {rule.limit * 100:g} pp"
+        return f"> -{rule.limit * 100:g} pp"
     if rule.kind == "min":
         return f">= {rule.limit:.0%}"
     return f"<= {rule.limit:g}"
@@ -74,25 +74,15 @@ def value(number: float | None, m: Measurement) -> str:
 
 def difference(m: Measurement) -> str:
     """What is judged, with its interval. A loss has a minus sign, as a reader expects."""
-    sign = -1.0 if m.unit == "drop" else 1.0
-    bounds = sorted((sign * m.lower, sign * m.upper))
-    low, high = (_bare(bound, m) for bound in bounds)
-    return f"{_shown(sign * m.estimate, m)} [{low}, {high}]"
-
-
-def _shown(number: float, m: Measurement) -> str:
-    return format_value(number, m.unit).removesuffix(" nats")
-
-
-def _bare(number: float, m: Measurement) -> str:
-    """Without its unit, which stands with the estimate."""
-    return _shown(number, m).removesuffix("%").removesuffix(" pp")
+    if m.unit == "drop":
+        return format_interval(-m.estimate, -m.upper, -m.lower, m.unit)
+    return format_interval(m.estimate, m.lower, m.upper, m.unit).replace(" nats", "")
 
 
 def in_words(finding: Finding) -> str:
-    """pass, FAIL or undecided, and whether the rule is only a guard."""
+    """pass, FAIL or undecided; in parentheses for a guard, which need not be decided."""
     word = OUTCOMES[finding.outcome]
-    return word if finding.rule.required else f"{word} (guard)"
+    return word if finding.rule.required else f"({word})"
 
 
 def remarks(evaluation: Evaluation) -> list[str]:
@@ -100,7 +90,8 @@ def remarks(evaluation: Evaluation) -> list[str]:
     lines = []
     for finding in evaluation.verdict.findings:
         label = METRICS[finding.name].label
-        if finding.outcome == "inconclusive" and "too weak" not in finding.reason:
+        is_open = finding.outcome == "inconclusive" and finding.rule.required
+        if is_open and "too weak" not in finding.reason:
             lines.append(f"{label} is undecided: {_what_decides(finding)}.")
         if finding.alarm:
             lines.append(f"{label}: regression suspected, more items got worse than chance allows.")
@@ -108,10 +99,15 @@ def remarks(evaluation: Evaluation) -> list[str]:
 
 
 def _what_decides(finding: Finding) -> str:
-    if finding.num_needed is None:
-        return "the loss lies too close to the limit for any number of samples"
     m = finding.measurement
-    return f"about {finding.num_needed:,} {m.counted} would decide, {m.num_scored:,} were used"
+    if finding.num_needed is not None:
+        return f"about {finding.num_needed:,} {m.counted} would decide, {m.num_scored:,} were used"
+    if m.paired is not None and m.paired.lost > m.paired.num_base_ok * finding.rule.limit:
+        return (
+            f"{m.paired.lost} of the {m.paired.num_base_ok} items the base gets right are lost; "
+            "at that rate no number of items makes it pass"
+        )
+    return "the loss lies too close to the limit for any number of samples"
 
 
 def regressions(evaluation: Evaluation) -> list[Exchange]:
