@@ -122,18 +122,34 @@ def run(
     (weights or activations that are not finite), SchemeError (a scale that does not fit, module
     named) and StorageError; none of them leaves anything at `out`.
     """
-    started = time.perf_counter()
+    clock = Clock()
     check_run(source, plan, calibration)
     identity = job_identity(source, plan, recipe, calibration, device)
     with open_writer(source, plan, out, identity, overwrite=overwrite, resume=resume) as writer:
         resumed = len(writer.committed)
         job = start_job(source, plan, recipe, calibration, writer, device)
+        clock.lap("read and embed")
         quantize_layers(job, progress or Silent())
+        clock.lap("layers")
         probe = finish_outer(job)
+        clock.lap("head and probe")
         return finish(
             source, plan, recipe, calibration, writer, probe, job.results,
-            seconds={"layers": time.perf_counter() - started}, resumed=resumed, device=device,
+            seconds=clock.seconds, resumed=resumed, device=device,
         )  # fmt: skip
+
+
+class Clock:
+    """Seconds per stage of a run, in order."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, stage: str) -> None:
+        """Book the time since the last lap under `stage`."""
+        now = time.perf_counter()
+        self.seconds[stage], self._since = now - self._since, now
 
 
 def quantize_layers(job: Job, progress: Progress) -> None:
