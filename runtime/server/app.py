@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from runtime.server.answers import ChatWriter, CompletionWriter, Envelope
+from runtime.server.answers import ChatWriter, CompletionWriter, Envelope, Writer
 from runtime.server.engine_client import EngineClient
 from runtime.server.errors import ApiError, BadRequest, NotFound, Unavailable, echo, error_body
 from runtime.server.generation import Generation, Job
@@ -101,7 +101,7 @@ class ServedModel:
             system_fingerprint=self.info.fingerprint,
         )
 
-    def respond(self, body: Sampling, jobs: list[Job], writer: Any) -> GenerationResponse:
+    def respond(self, body: Sampling, jobs: list[Job], writer: Writer) -> GenerationResponse:
         generation = Generation(self.client, self.metrics, jobs, body.n)
         return GenerationResponse(
             generation, writer, stream=body.stream, include_usage=body.include_usage

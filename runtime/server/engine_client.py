@@ -332,6 +332,10 @@ def start_process(factory: EngineFactory) -> tuple[Connection, BaseProcess, Read
         raise EngineStartError(
             f"the engine process died while loading (exit code {process.exitcode})"
         ) from None
+    except BaseException:  # interrupted: the child ignores signals, so it must be killed
+        process.kill()
+        process.join()
+        raise
     if isinstance(answer, StartFailed):
         process.join()
         raise ConfigError(answer.message) if answer.expected else EngineStartError(answer.message)

@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+from typing import Annotated, Any, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -256,7 +256,6 @@ def parse_prompts(prompt: Any) -> list[Prompt]:
     raise BadRequest("prompt mixes strings, ids, lists or other types; use one kind", "prompt")
 
 
-Role = Literal["system", "user", "assistant", "tool"]
 _NEUTRAL_KEYS = {"refusal", "audio", "function_call", "annotations", "reasoning_content"}
 _MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
@@ -276,7 +275,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         del fields[key]
     for key in fields:
         if key not in _MESSAGE_KEYS:
-            raise BadRequest(f"{where}.{echo(key)[1:-1]} is not supported", where, "unsupported")
+            raise BadRequest(f"{where}: field {echo(key)} is not supported", where, "unsupported")
     role = fields.get("role")
     if not isinstance(role, str) or not role:
         raise BadRequest(f"{where}.role must be a string, not {echo(role)}", f"{where}.role")

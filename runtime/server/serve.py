@@ -125,6 +125,8 @@ async def _run(
     announcing = asyncio.ensure_future(_announce_when_up(server, listener, model, announce))
     try:
         await server.serve(sockets=[listener])
+    except OSError as error:  # somebody else began to listen while the engine loaded
+        raise ConfigError(f"cannot listen on port {config.port}: {error.strerror}") from error
     finally:
         announcing.cancel()
         await asyncio.to_thread(model.client.close)
