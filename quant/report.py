@@ -97,6 +97,13 @@ class RunReport:
         yield from self.warnings
         if self.coverage is not None:
             yield from self.coverage.warnings()
+            widest = max((m.shape[1] for m in self.modules if m.method == "gptq"), default=0)
+            if self.coverage.tokens < widest:
+                yield (
+                    f"{self.coverage.tokens:,} calibration tokens are fewer than the {widest:,} "
+                    "inputs of the widest module, so the errors shown are too good to be true; "
+                    "use more --samples or longer --max-tokens"
+                )
         dead = [m for m in self.modules if m.dead_columns]
         if dead:
             yield (

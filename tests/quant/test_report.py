@@ -76,6 +76,14 @@ def test_the_summary_says_what_matters() -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_fewer_tokens_than_inputs_is_warned_about() -> None:
+    """Then GPTQ's Hessians are singular, and it can fit the calibration tokens by heart."""
+    report = make_report()
+    assert "9 calibration tokens are fewer than the 200 inputs" in " ".join(report.all_warnings())
+    enough = windows_from_token_lists([list(range(1, 301))]).coverage
+    assert "fewer" not in " ".join(replace(report, coverage=enough).all_warnings())
+
+
 def test_worst_modules_come_first_and_dense_ones_never() -> None:
     worst = make_report().worst(3)
     assert [m.rel_error for m in worst] == [0.2, 0.08, 0.08]
