@@ -256,16 +256,19 @@ def _decide_paired(counts: PairedCounts, margin: float, confidence: float) -> tu
 
 
 def items_to_decide(counts: PairedCounts, decided: Callable[[PairedCounts], bool]) -> int | None:
-    """The smallest number of items that decides if the rates stay as observed (to about 2 %).
+    """The smallest number of items that decides if the rates stay as observed (to about 1 %).
 
     None when no number up to MOST_ITEMS does: the loss lies too close to the margin.
     """
-    n = counts.num_items
-    while n < MOST_ITEMS:
-        n += max(1, n // 50)
-        if decided(_scaled(counts, n)):
-            return n
-    return None
+    low, high = counts.num_items, counts.num_items
+    while not decided(_scaled(counts, high)):
+        low, high = high, high + max(1, high // 8)
+        if high > MOST_ITEMS:
+            return None
+    while high - low > max(1, low // 100):
+        middle = (low + high) // 2
+        low, high = (low, middle) if decided(_scaled(counts, middle)) else (middle, high)
+    return high
 
 
 def _scaled(counts: PairedCounts, n: int) -> PairedCounts:

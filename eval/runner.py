@@ -29,11 +29,22 @@ from eval.progress import Progress
 from eval.stats import Sampling
 from eval.suites import load_suite
 from eval.targets.base import Answer, Candidate, Reference, TokenScores
-from eval.targets.checkpoint import locate
+from eval.targets.checkpoint import Checkpoint, locate
 from eval.targets.engine import EngineTarget
-from eval.targets.reference import ReferenceTarget, load_tokenizer, quiet_transformers
+from eval.targets.reference import (
+    ReferenceTarget,
+    load_tokenizer,
+    quiet_transformers,
+    versions,
+)
 from eval.windows import Window
-from eval.workload import Workload, check_same_reading, prepare, template_sha256
+from eval.workload import (
+    Workload,
+    check_same_reading,
+    prepare,
+    reading_digest,
+    template_sha256,
+)
 from runtime.config import EngineConfig
 from runtime.text import TextProcessor
 
@@ -72,15 +83,13 @@ def weigh(job: Job, progress: Progress) -> Evaluation:
     text = TextProcessor.load(job.artifact)
     progress.advance(1)
     workload = prepare(suite, text, job.amounts)
-    base_tokenizer = load_tokenizer(checkpoint)
-    check_same_reading(workload, text, base_tokenizer)
+    cache = Cache(job.cache)
+    base_template = _read_alike(workload, text, checkpoint, cache)
     progress.advance(1)
     candidate = EngineTarget(job.artifact, job.engine)
     progress.advance(1)
     _check_room(workload, candidate.max_tokens)
-    reference = ReferenceTarget(
-        checkpoint, device=candidate.engine.resolved.device, cache=Cache(job.cache)
-    )
+    reference = ReferenceTarget(checkpoint, device=candidate.engine.resolved.device, cache=cache)
     progress.advance(1)
     sampling = _sampling(gates, job.amounts)
     scores = score_windows(workload.windows, reference, candidate, progress)
@@ -92,7 +101,6 @@ def weigh(job: Job, progress: Progress) -> Evaluation:
     )
     verdict = judge(gates.spec, {m.name: m for m in measurements})
     progress.advance(1)
-    base_template = template_sha256(_default_template(base_tokenizer.chat_template))
     return Evaluation(
         artifact=artifact_facts(artifact),
         base=BaseFacts(
@@ -122,8 +130,21 @@ def _sampling(gates: LoadedGates, amounts: Amounts) -> Sampling:
     return Sampling(confidence=gates.spec.confidence, draws=gates.spec.draws, seed=amounts.seed)
 
 
-def _default_template(template: str | dict[str, str] | None) -> str | None:
-    return template.get("default") if isinstance(template, dict) else template
+def _read_alike(
+    workload: Workload, text: TextProcessor, checkpoint: Checkpoint, cache: Cache
+) -> str | None:
+    """Check that the base reads every text as the artifact does; the sha256 of its chat template.
+
+    Opening the tokenizer inside a GGUF file takes seconds, so a check that was passed is kept.
+    """
+    key = ["reading", checkpoint.digest, versions(), reading_digest(workload, text)]
+    if (known := cache.json(key)) is not None:
+        return str(known[0]) if known[0] else None
+    tokenizer = load_tokenizer(checkpoint)
+    check_same_reading(workload, text, tokenizer)
+    found = template_sha256(tokenizer.chat_template)
+    cache.put_json(key, [found])
+    return found
 
 
 def _check_room(workload: Workload, max_tokens: int) -> None:

@@ -119,6 +119,15 @@ def _mismatch(sample: str, ours: Sequence[int], theirs: Sequence[int]) -> str:
     )
 
 
-def template_sha256(template: str | None) -> str | None:
-    """sha256 of a chat template's text, None without one."""
+def reading_digest(workload: Workload, text: TextProcessor) -> str:
+    """sha256 of every text used and of what the artifact's tokenizer makes of it."""
+    samples = (*workload.document_texts, *workload.texts)
+    rows = [[sample, text.encode(sample, add_special_tokens=False)] for sample in samples]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def template_sha256(template: str | dict[str, str] | None) -> str | None:
+    """sha256 of a chat template's text (of the default one), None without one."""
+    if isinstance(template, dict):
+        template = template.get("default")
     return None if template is None else hashlib.sha256(template.encode()).hexdigest()

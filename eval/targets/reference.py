@@ -109,8 +109,12 @@ class ReferenceTarget:
         return [_trim(tail, p.max_tokens, stop_ids) for tail, p in zip(tails, prompts, strict=True)]
 
     def _key(self, what: str, content: Any) -> list[Any]:
-        versions = [torch.__version__, transformers.__version__]
-        return [what, self.digest, self._device, *versions, content]
+        return [what, self.digest, self._device, versions(), content]
+
+
+def versions() -> list[str]:
+    """What besides the checkpoint decides the reference's outputs."""
+    return [torch.__version__, transformers.__version__]
 
 
 def quiet_transformers() -> None:
