@@ -21,7 +21,6 @@ from typing import Any
 import safetensors
 import torch
 
-
 from quant.artifact.artifact import Artifact
 from quant.artifact.durable import write_file
 from quant.artifact.manifest import (
