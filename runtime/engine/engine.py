@@ -113,13 +113,19 @@ class Engine:
     def generate(self, requests: Seq[Request]) -> list[Completion]:
         """Run these requests to the end, all at once; completions in the order of `requests`.
 
-        The engine must be idle. RequestError if one is refused; none is run then.
+        The engine must be idle, and is again however this ends. RequestError if a request is
+        refused; none is run then.
         """
         self._require_idle("generate")
-        self._add_all(requests)
         rows: dict[str, Collected] = {request.id: Collected() for request in requests}
-        while self.has_work:
-            distribute(self.step(), rows)
+        try:
+            for request in requests:
+                self.add(request)
+            while self.has_work:
+                distribute(self.step(), rows)
+        finally:
+            for request_id in rows:
+                self.abort(request_id)
         return [rows[request.id].completion(request) for request in requests]
 
     def score(self, items: Seq[ScoreItem]) -> list[Score]:
@@ -225,17 +231,6 @@ class Engine:
         """A stream for a request that names none: its own, but the same in the same run."""
         text = f"{self.resolved.seed}/{self._num_arrived}"
         return int.from_bytes(sha256(text.encode()).digest()[:8], "little", signed=True)
-
-    def _add_all(self, requests: Seq[Request]) -> None:
-        added: list[str] = []
-        try:
-            for request in requests:
-                self.add(request)
-                added.append(request.id)
-        except RequestError:
-            for request_id in added:
-                self.abort(request_id)
-            raise
 
     def _require_idle(self, verb: str) -> None:
         if self.has_work:

@@ -356,9 +356,19 @@ def test_generate_refuses_as_a_whole_and_needs_an_idle_engine() -> None:
     with pytest.raises(RequestError, match="empty"):
         engine.generate([request("a", prompt_of(1, 4)), request("b", [])])
     assert_idle(engine)
+    with pytest.raises(RequestError, match="'a' is running already"):
+        engine.generate([request("a", prompt_of(1, 4))] * 2)
+    assert_idle(engine)
     engine.add(request("a", prompt_of(1, 4)))
     with pytest.raises(RequestError, match="idle engine"):
         engine.generate([request("b", prompt_of(1, 4))])
+
+
+def test_a_decoder_that_fails_leaves_an_idle_engine_behind_generate() -> None:
+    engine = make_engine(make_logits=lambda history: {}["the device is gone"])
+    with pytest.raises(KeyError):
+        engine.generate([request("a", prompt_of(1, 40)), request("b", prompt_of(2, 4))])
+    assert_idle(engine)
 
 
 def test_stats_count_tokens_once_whatever_happens_on_the_way() -> None:
