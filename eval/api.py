@@ -11,8 +11,9 @@ from eval.cache import default_directory
 from eval.errors import EvaluationError, UsageError
 from eval.evaluation import Evaluation
 from eval.gate import Verdict
+from eval.opening import Job
 from eval.progress import Progress, Silent
-from eval.runner import Job, weigh
+from eval.runner import weigh
 from quant.artifact.errors import ArtifactError
 from quant.artifact.shipped import resolve_input, shipped_dir
 from runtime.config import ConfigError, DType, EngineConfig, KVCacheDType

@@ -1,167 +1,71 @@
-"""The run: preflight, ask both models, measure, judge. `weigh` is the whole story.
+"""The run: open both models, ask them, measure, judge. `weigh` is the whole story.
 
-Nothing is written here; `eval.report` and `eval.api` write once the verdict exists, so a crash on
-the way leaves neither a report nor a stamp.
+Nothing is written here; `eval.api` writes once the verdict exists, so a crash on the way leaves
+neither a report nor a stamp.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from eval.amounts import Amounts
-from eval.cache import Cache
 from eval.errors import EvaluationError
-from eval.evaluation import BaseFacts, Evaluation, Exchange, Numerics
+from eval.evaluation import Evaluation, Exchange
 from eval.gate import judge
-from eval.gate_spec import LoadedGates, load_gates
 from eval.metrics import divergence, extraction
 from eval.metrics.divergence import WindowScores
 from eval.metrics.extraction import PairedItem, score_answer
-from eval.preflight import artifact_facts, open_judgeable, source_of
+from eval.opening import Job, notes_on, numerics_of, open_all
+from eval.preflight import artifact_facts
 from eval.progress import Progress
 from eval.stats import Sampling
-from eval.suites import load_suite
 from eval.targets.base import Answer, Candidate, Reference, TokenScores
-from eval.targets.checkpoint import Checkpoint, locate
-from eval.targets.engine import EngineTarget
-from eval.targets.reference import (
-    ReferenceTarget,
-    load_tokenizer,
-    quiet_transformers,
-    versions,
-)
 from eval.windows import Window
-from eval.workload import (
-    Workload,
-    check_same_reading,
-    prepare,
-    reading_digest,
-    template_sha256,
-)
-from runtime.config import EngineConfig
+from eval.workload import Workload
 from runtime.text import TextProcessor
 
 # Reference log-probabilities held at once, in floats (256 MiB).
 _HELD_FLOATS = 1 << 26
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What to judge, against what, by which rules, how."""
-
-    artifact: Path
-    base: str | None
-    gates: Path
-    suite: Path
-    amounts: Amounts
-    engine: EngineConfig
-    cache: Path | None
-
-
 def weigh(job: Job, progress: Progress) -> Evaluation:
-    """Judge one artifact.
-
-    Raises:
-        EvaluationError: it could not be judged, or (UsageError) something given is wrong.
-        ArtifactError, TextError, ...: the artifact cannot be loaded; see `eval.api`.
-    """
+    """Judge one artifact. Raises what `open_all` does, and EvaluationError for a base with NaN."""
     started = time.monotonic()
-    quiet_transformers()
-    if job.engine.num_threads is not None:
-        torch.set_num_threads(job.engine.num_threads)
-    gates, suite = load_gates(job.gates), load_suite(job.suite)
-    progress.stage("open artifact and base", 4)
-    artifact = open_judgeable(job.artifact)
-    checkpoint = locate(job.base or source_of(artifact))
-    text = TextProcessor.load(job.artifact)
-    progress.advance(1)
-    workload = prepare(suite, text, job.amounts)
-    cache = Cache(job.cache)
-    base_template = _read_alike(workload, text, checkpoint, cache)
-    progress.advance(1)
-    candidate = EngineTarget(job.artifact, job.engine)
-    progress.advance(1)
-    _check_room(workload, candidate.max_tokens)
-    reference = ReferenceTarget(checkpoint, device=candidate.engine.resolved.device, cache=cache)
-    progress.advance(1)
-    sampling = _sampling(gates, job.amounts)
+    opened = open_all(job, progress)
+    reference, candidate, workload = opened.reference, opened.candidate, opened.workload
     scores = score_windows(workload.windows, reference, candidate, progress)
-    exchanges = exchange(workload, text, reference, candidate, progress)
+    exchanges = exchange(workload, opened.text, reference, candidate, progress)
     progress.stage("bootstrap", 1)
+    rules = opened.gates.spec
+    sampling = Sampling(confidence=rules.confidence, draws=rules.draws, seed=job.amounts.seed)
     measurements = (
         *divergence.measure(scores, sampling),
         *extraction.measure([e.pair for e in exchanges], sampling),
     )
-    verdict = judge(gates.spec, {m.name: m for m in measurements})
+    verdict = judge(rules, {m.name: m for m in measurements})
     progress.advance(1)
     return Evaluation(
-        artifact=artifact_facts(artifact),
-        base=BaseFacts(
-            name=checkpoint.name,
-            digest=reference.digest,
-            description=reference.description,
-            chat_template_sha256=base_template,
-        ),
-        suite=suite,
-        gates=gates,
+        artifact=artifact_facts(opened.artifact),
+        base=opened.base,
+        suite=opened.suite,
+        gates=opened.gates,
         amounts=job.amounts,
         sampling=sampling,
-        numerics=_numerics(candidate, text),
+        numerics=numerics_of(candidate, opened.text),
         num_windows=len(workload.windows),
         num_documents=len({window.document for window in workload.windows}),
         measurements=measurements,
         ladder=divergence.ladder(scores),
         exchanges=tuple(exchanges),
         verdict=verdict,
-        notes=_notes(reference, text, base_template, job, workload),
+        notes=notes_on(opened, job.amounts),
         judged_at=datetime.now(UTC),
         seconds=time.monotonic() - started,
     )
-
-
-def _sampling(gates: LoadedGates, amounts: Amounts) -> Sampling:
-    return Sampling(confidence=gates.spec.confidence, draws=gates.spec.draws, seed=amounts.seed)
-
-
-def _read_alike(
-    workload: Workload, text: TextProcessor, checkpoint: Checkpoint, cache: Cache
-) -> str | None:
-    """Check that the base reads every text as the artifact does; the sha256 of its chat template.
-
-    Opening the tokenizer inside a GGUF file takes seconds, so a check that was passed is kept.
-    """
-    key = ["reading", checkpoint.digest, versions(), reading_digest(workload, text)]
-    if (known := cache.json(key)) is not None:
-        return str(known[0]) if known[0] else None
-    tokenizer = load_tokenizer(checkpoint)
-    check_same_reading(workload, text, tokenizer)
-    found = template_sha256(tokenizer.chat_template)
-    cache.put_json(key, [found])
-    return found
-
-
-def _check_room(workload: Workload, max_tokens: int) -> None:
-    """Every window and every prompt with its answer must fit the model's context."""
-    widest = max(len(window.token_ids) for window in workload.windows)
-    if widest > max_tokens:
-        raise EvaluationError(
-            f"windows of {widest} tokens exceed the model's context of {max_tokens}; "
-            "pass a smaller --window-tokens"
-        )
-    for item, prompt in zip(workload.items, workload.prompts, strict=True):
-        needed = len(prompt.token_ids) + prompt.max_tokens
-        if needed > max_tokens:
-            raise EvaluationError(
-                f"item {item.id} needs {needed} tokens with its answer, but the model's context "
-                f"has {max_tokens}; use a suite with shorter items"
-            )
 
 
 def score_windows(
@@ -253,47 +157,3 @@ def _exchange(
         base_answer=answers[0],
         candidate_answer=answers[1],
     )
-
-
-def _numerics(candidate: EngineTarget, text: TextProcessor) -> Numerics:
-    found = candidate.numerics()
-    return Numerics(
-        description=candidate.description,
-        device_class=found["device_class"],
-        compute_dtype=found["compute_dtype"],
-        kv_cache_dtype=found["kv_cache_dtype"],
-        lm_head_scheme=found["lm_head_scheme"],
-        chat_template_sha256=text.chat_template_sha256,
-        num_threads=torch.get_num_threads(),
-    )
-
-
-def _notes(
-    reference: ReferenceTarget,
-    text: TextProcessor,
-    base_template: str | None,
-    job: Job,
-    workload: Workload,
-) -> tuple[str, ...]:
-    """What a reader should know before trusting the numbers."""
-    notes: list[str] = []
-    if "de-quantized" in reference.description:
-        notes.append(
-            "The base was itself de-quantized from GGUF, so it sits on a coarse grid: schemes that "
-            "meet that grid (asymmetric, small groups) look better here than on the original."
-        )
-    if text.chat_template is None:
-        notes.append("The model has no chat template: messages were joined by blank lines.")
-    elif base_template != text.chat_template_sha256:
-        notes.append(
-            "The chat templates of base and artifact differ in their text, but render every "
-            "prompt of this suite alike."
-        )
-    if len(workload.windows) < job.amounts.num_windows:
-        found = len(workload.windows)
-        notes.append(f"The suite gave {found} of {job.amounts.num_windows} windows asked for.")
-    if len(workload.items) < job.amounts.num_items:
-        notes.append(
-            f"The suite gave {len(workload.items)} of {job.amounts.num_items} items asked for."
-        )
-    return tuple(notes)

@@ -1,0 +1,178 @@
+"""Opening: everything one evaluation needs, checked before any model is asked anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eval.amounts import Amounts
+from eval.cache import Cache
+from eval.errors import EvaluationError
+from eval.evaluation import BaseFacts, Numerics
+from eval.gate_spec import LoadedGates, load_gates
+from eval.preflight import open_judgeable, source_of
+from eval.progress import Progress
+from eval.suites import Suite, load_suite
+from eval.targets.checkpoint import Checkpoint, locate
+from eval.targets.engine import EngineTarget
+from eval.targets.reference import (
+    ReferenceTarget,
+    load_tokenizer,
+    quiet_transformers,
+    versions,
+)
+from eval.workload import (
+    Workload,
+    check_same_reading,
+    prepare,
+    reading_digest,
+    template_sha256,
+)
+from quant.artifact.artifact import Artifact
+from runtime.config import EngineConfig
+from runtime.text import TextProcessor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to judge, against what, by which rules, how."""
+
+    artifact: Path
+    base: str | None
+    gates: Path
+    suite: Path
+    amounts: Amounts
+    engine: EngineConfig
+    cache: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """Both models and what they will be asked."""
+
+    gates: LoadedGates
+    suite: Suite
+    artifact: Artifact
+    text: TextProcessor
+    workload: Workload
+    reference: ReferenceTarget
+    candidate: EngineTarget
+    base: BaseFacts
+
+
+def open_all(job: Job, progress: Progress) -> Opened:
+    """Cheap checks first, models last.
+
+    Raises:
+        EvaluationError: the two do not belong together, or (UsageError) something given is wrong.
+        ArtifactError, TextError, ConfigError: the artifact cannot be loaded as asked.
+    """
+    gates, suite = load_gates(job.gates), load_suite(job.suite)
+    progress.stage("open artifact and base", 4)
+    quiet_transformers()
+    if job.engine.num_threads is not None:
+        torch.set_num_threads(job.engine.num_threads)
+    artifact = open_judgeable(job.artifact)
+    checkpoint = locate(job.base or source_of(artifact))
+    text = TextProcessor.load(job.artifact)
+    progress.advance(1)
+    workload = prepare(suite, text, job.amounts)
+    cache = Cache(job.cache)
+    base_template = _read_alike(workload, text, checkpoint, cache)
+    progress.advance(1)
+    candidate = EngineTarget(job.artifact, job.engine)
+    _check_room(workload, candidate.max_tokens)
+    progress.advance(1)
+    reference = ReferenceTarget(checkpoint, device=candidate.engine.resolved.device, cache=cache)
+    progress.advance(1)
+    base = BaseFacts(
+        name=checkpoint.name,
+        digest=checkpoint.digest,
+        description=reference.description,
+        chat_template_sha256=base_template,
+    )
+    return Opened(
+        gates=gates,
+        suite=suite,
+        artifact=artifact,
+        text=text,
+        workload=workload,
+        reference=reference,
+        candidate=candidate,
+        base=base,
+    )
+
+
+def _read_alike(
+    workload: Workload, text: TextProcessor, checkpoint: Checkpoint, cache: Cache
+) -> str | None:
+    """Check that the base reads every text as the artifact does; the sha256 of its chat template.
+
+    Opening the tokenizer inside a GGUF file takes seconds, so a check that was passed is kept.
+    """
+    key = ["reading", checkpoint.digest, versions(), reading_digest(workload, text)]
+    if (known := cache.json(key)) is not None:
+        return str(known[0]) if known[0] else None
+    tokenizer = load_tokenizer(checkpoint)
+    check_same_reading(workload, text, tokenizer)
+    found = template_sha256(tokenizer.chat_template)
+    cache.put_json(key, [found])
+    return found
+
+
+def _check_room(workload: Workload, max_tokens: int) -> None:
+    """Every window and every prompt with its answer must fit the model's context."""
+    widest = max(len(window.token_ids) for window in workload.windows)
+    if widest > max_tokens:
+        raise EvaluationError(
+            f"windows of {widest} tokens exceed the model's context of {max_tokens}; "
+            "pass a smaller --window-tokens"
+        )
+    for item, prompt in zip(workload.items, workload.prompts, strict=True):
+        needed = len(prompt.token_ids) + prompt.max_tokens
+        if needed > max_tokens:
+            raise EvaluationError(
+                f"item {item.id} needs {needed} tokens with its answer, but the model's context "
+                f"has {max_tokens}; use a suite with shorter items"
+            )
+
+
+def numerics_of(candidate: EngineTarget, text: TextProcessor) -> Numerics:
+    """How the candidate computes, for the report and the stamp."""
+    found = candidate.numerics()
+    return Numerics(
+        description=candidate.description,
+        device_class=found["device_class"],
+        compute_dtype=found["compute_dtype"],
+        kv_cache_dtype=found["kv_cache_dtype"],
+        lm_head_scheme=found["lm_head_scheme"],
+        chat_template_sha256=text.chat_template_sha256,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def notes_on(opened: Opened, amounts: Amounts) -> tuple[str, ...]:
+    """What a reader should know before trusting the numbers."""
+    notes: list[str] = []
+    if "de-quantized" in opened.base.description:
+        notes.append(
+            "The base was itself de-quantized from GGUF, so it sits on a coarse grid: schemes that "
+            "meet that grid (asymmetric, small groups) look better here than on the original."
+        )
+    if opened.text.chat_template is None:
+        notes.append("The model has no chat template: messages were joined by blank lines.")
+    elif opened.base.chat_template_sha256 != opened.text.chat_template_sha256:
+        notes.append(
+            "The chat templates of base and artifact differ in their text, but render every "
+            "prompt of this suite alike."
+        )
+    if len(opened.workload.windows) < amounts.num_windows:
+        found = len(opened.workload.windows)
+        notes.append(f"The suite gave {found} of {amounts.num_windows} windows asked for.")
+    if len(opened.workload.items) < amounts.num_items:
+        notes.append(
+            f"The suite gave {len(opened.workload.items)} of {amounts.num_items} items asked for."
+        )
+    return tuple(notes)
