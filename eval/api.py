@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from eval.gate import Verdict
 from eval.opening import Job
 from eval.progress import Progress, Silent
 from eval.runner import weigh
-from quant.artifact.errors import ArtifactError
+from quant.artifact.errors import ArtifactError, StorageError
 from quant.artifact.shipped import resolve_input, shipped_dir
 from runtime.config import ConfigError, DType, EngineConfig, KVCacheDType
 from runtime.text import TextError
@@ -120,13 +121,32 @@ def make_job(
 
 def run(job: Job, *, out: Path | None, stamp: bool, progress: Progress | None = None) -> Written:
     """Weigh, then write: the report first, the stamp last. Nothing is written when it fails."""
+    artifact = job.artifact.resolve()
+    folder = out or artifact.with_name(f"{artifact.name}-evaluation")
+    _check_places(artifact, folder, stamp=stamp)
     try:
         evaluation = weigh(job, progress or Silent())
+        markdown, as_json = report.write_report(evaluation, folder)
+        stamped = stamping.write(evaluation) if stamp else None
     except ConfigError as error:
         raise UsageError(str(error)) from error
+    except StorageError as error:
+        raise UsageError(f"{error}; --no-stamp judges without writing into the artifact") from error
     except (ArtifactError, TextError) as error:
         raise EvaluationError(str(error)) from error
-    folder = out or job.artifact.resolve().with_name(f"{job.artifact.resolve().name}-evaluation")
-    markdown, as_json = report.write_report(evaluation, folder)
-    stamped = stamping.write(evaluation) if stamp else None
     return Written(evaluation=evaluation, markdown=markdown, json=as_json, stamp=stamped)
+
+
+def _check_places(artifact: Path, folder: Path, *, stamp: bool) -> None:
+    """Refuse before minutes are spent what could not be written after them."""
+    if folder.resolve() == artifact:
+        raise UsageError(
+            f"--out is the artifact itself, whose report.md and report.json tell how it was made; "
+            f"pass another folder than {folder}"
+        )
+    if stamp and artifact.is_dir() and not os.access(artifact, os.W_OK):
+        raise UsageError(f"{artifact} is read-only, so it cannot be stamped; pass --no-stamp")
+    standing = next(place for place in (folder.absolute(), *folder.absolute().parents)
+                    if place.exists())  # fmt: skip
+    if not standing.is_dir() or not os.access(standing, os.W_OK):
+        raise UsageError(f"the report cannot go to {folder}: {standing} is not a writable folder")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval.errors import EvaluationError
+from eval.errors import EvaluationError, TargetError
 from eval.targets.base import Advance, Answer, Finish, Prompt, TokenScores
-from runtime.config import EngineConfig
+from runtime.config import ConfigError, EngineConfig
 from runtime.engine import numerics
 from runtime.engine.engine import Engine
 from runtime.engine.score import ScoreItem
@@ -26,10 +26,18 @@ _FINISHES: dict[FinishReason, Finish] = {
 
 
 class EngineTarget:
-    """An artifact in the engine. Errors of loading are the engine's own."""
+    """An artifact in the engine.
+
+    TargetError: the engine cannot run this model. ArtifactError, ConfigError: as the engine raises.
+    """
 
     def __init__(self, artifact: Path, config: EngineConfig) -> None:
-        self.engine = Engine.from_artifact(artifact, config)
+        try:
+            self.engine = Engine.from_artifact(artifact, config)
+        except ConfigError:
+            raise
+        except ValueError as error:  # a family or rope kind that the decoder does not compute
+            raise TargetError(f"{artifact} cannot run in the engine: {error}") from error
         resolved = self.engine.resolved
         self.description = (
             f"Weighbridge engine, {resolved.dtype} on {resolved.device}, "

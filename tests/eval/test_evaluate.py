@@ -300,6 +300,25 @@ def test_wrong_usage(
     assert caught.value.exit_code == 2
 
 
+def test_places_that_cannot_be_written_are_refused_before_anything_runs(
+    dense: Path, judge: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.api.weigh", lambda *_: 1 / 0)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UsageError, match="not a writable folder"):
+        judge(dense, out=tmp_path / "file" / "report")
+    with pytest.raises(UsageError, match="--out is the artifact itself"):
+        judge(dense, out=dense)
+
+
+def test_an_unknown_device(
+    taught_model: Path, artifact: Callable[..., Path], judge: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="no-such-device"):
+        judge(artifact(taught_model, method="none", scheme="dense", skip=[]),
+              device="no-such-device")  # fmt: skip
+
+
 def test_windows_longer_than_the_context(dense: Path, judge: Callable[..., Any]) -> None:
     with pytest.raises(EvaluationError, match="exceed the model's context"):
         judge(dense, window_tokens=2000, suite=None)
