@@ -86,7 +86,7 @@ class OverrideRule(_Section):
 class GPTQSettings(_Section):
     """`gptq:`; damping is a fraction of the Hessian's mean diagonal, block_size counts columns."""
 
-    damping: Annotated[float, Field(gt=0, le=1)] = 0.01
+    damping: Annotated[float, Field(gt=0, le=1)] = 0.1
     act_order: StrictBool = True
     block_size: Annotated[StrictInt, Field(ge=8, le=4096)] = 128
     scale_search: StrictBool = True

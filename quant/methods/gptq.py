@@ -42,7 +42,7 @@ class GPTQSettings:
     """damping: fraction of mean(diag H) added to the diagonal; block_size: columns per lazy update;
     refine_rounds: rounds of (coordinate descent, scale refit) after the GPTQ pass, 0 for none."""
 
-    damping: float = 0.01
+    damping: float = 0.1
     act_order: bool = True
     block_size: int = 128
     scale_search: bool = True
