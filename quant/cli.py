@@ -386,3 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _fail(message: str) -> int:
     err_console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
     return EXIT_BAD_INPUT
+
+
+if __name__ == "__main__":
+    main()

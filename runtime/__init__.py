@@ -1,1 +1,1 @@
-"""Run artifacts: loader -> decoder -> engine -> server. Start reading at `runtime.engine.engine`."""
+"""Run artifacts: loader -> decoder -> engine -> server. Read `runtime.engine.engine` first."""

@@ -109,11 +109,6 @@ PrefixCaching = Annotated[
     typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", rich_help_panel=_ENGINE,
                  help="Share KV blocks between equal prompt beginnings."),
 ]  # fmt: skip
-Deterministic = Annotated[
-    bool,
-    typer.Option("--deterministic", rich_help_panel=_ENGINE,
-                 help="The same answer whatever else is in the batch."),
-]  # fmt: skip
 Verify = Annotated[
     str,
     typer.Option(metavar="full|fast", rich_help_panel=_ENGINE,
@@ -215,7 +210,6 @@ def serve_command(
     kv_cache_memory_bytes: KVBytes = None,
     num_gpu_blocks_override: KVBlocks = None,
     enable_prefix_caching: PrefixCaching = True,
-    deterministic: Deterministic = False,
     verify: Verify = "full",
     probe: Probe = True,
     seed: EngineSeed = 0,
@@ -235,7 +229,7 @@ def serve_command(
         gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_gpu_blocks_override=num_gpu_blocks_override,
-        enable_prefix_caching=enable_prefix_caching, deterministic=deterministic,
+        enable_prefix_caching=enable_prefix_caching,
         verify="full" if _one_of("--verify", verify, ("full", "fast")) == "full" else "fast",
         probe=probe, seed=seed, num_threads=num_threads,
     )  # fmt: skip

@@ -40,7 +40,8 @@ class KVCache:
         device: torch.device | str = "cpu",
         scales: Sequence[tuple[float, float] | None] | None = None,
     ) -> None:
-        """Allocate zeroed pools. `scales` come from the artifact (None: 1.0).
+        """Allocate the pools; only the blank block is written, so that a pool on the CPU takes
+        memory as its blocks are first used. `scales` come from the artifact (None: 1.0).
 
         Raises ValueError for an unknown dtype or scales that are not one positive pair per layer.
         """
@@ -49,8 +50,10 @@ class KVCache:
         shape = (num_blocks + 1, 2, spec.kv_heads, block_size, spec.head_dim)
         torch_dtype = _torch_dtype(dtype)
         self.pools: list[Tensor] = [
-            torch.zeros(shape, dtype=torch_dtype, device=device) for _ in range(spec.num_layers)
+            torch.empty(shape, dtype=torch_dtype, device=device) for _ in range(spec.num_layers)
         ]
+        for pool in self.pools:
+            pool.view(torch.uint8)[self.blank_block].zero_()
 
     @staticmethod
     def bytes_per_block(spec: ModelSpec, block_size: int, dtype: str) -> int:
