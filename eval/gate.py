@@ -203,6 +203,7 @@ def _judge_bounds(rule: MetricRule, m: Measurement) -> _Answer:
 def _found(rule: MetricRule, m: Measurement) -> str:
     word = "at least" if rule.kind == "min" else "at most"
     found = format_interval(m.estimate, m.lower, m.upper, m.unit)
+    found = f"a drop of {found}" if m.unit == "drop" else found
     return f"{found} against {word} {format_value(rule.limit, m.unit)}"
 
 
