@@ -133,7 +133,7 @@ def explain(console: Console, candidate: Candidate, next_recipe: str | None) -> 
     console.print(
         Panel(
             f"The gate {verdict} {candidate.recipe.upper()}. {reason}\n\n"
-            "A 135M-parameter model loses far more at low precision than a 7B one; that the gate\n"
+            "A 135M-parameter model loses far more at low precision than a 7B one; that the gate "
             f"notices is what it is for. {then}",
             title="Why",
             expand=False,
