@@ -42,7 +42,7 @@ def duration(seconds: float) -> str:
 
 def _table(plan: Plan, every_module: bool) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    table.add_column("module", overflow="fold", min_width=17)
+    table.add_column("module", overflow="fold", min_width=16)
     table.add_column("layers", justify="right")
     table.add_column("out x in", justify="right", no_wrap=True)
     table.add_column("scheme", no_wrap=True)
