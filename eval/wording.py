@@ -18,8 +18,8 @@ OUTCOMES = {"pass": "pass", "fail": "FAIL", "inconclusive": "undecided"}
 # artifact's wins.
 _NEXT = (
     ("w4", "--recipe w8a8.yaml", "8 bits keep far more of the original"),
-    ("w8a8", "--recipe my.yaml with `scheme: w8a16`", "8-bit weights, exact activations"),
-    ("fp8", "--recipe my.yaml with `scheme: w8a16`", "8-bit weights, exact activations"),
+    ("w8a8", "--recipe w8a16.yaml", "8-bit weights, exact activations"),
+    ("fp8", "--recipe w8a16.yaml", "8-bit weights, exact activations"),
 )
 
 

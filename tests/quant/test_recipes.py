@@ -39,8 +39,8 @@ def uncommented_keys(text: str) -> list[str]:
     ]
 
 
-def test_the_five_recipes_are_shipped() -> None:
-    assert {path.stem for path in RECIPES} == {"fp8", "mixed", "none", "w4a16", "w8a8"}
+def test_the_recipes_are_shipped() -> None:
+    assert {path.stem for path in RECIPES} == {"fp8", "mixed", "none", "w4a16", "w8a8", "w8a16"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -61,6 +61,7 @@ def test_every_recipe_plans_on_a_tiny_model(path: Path, layers: int) -> None:
     expected = {
         "w4a16": {"w4a16-g64", "w4a16-g32"},
         "w8a8": {"w8a8-channel"},
+        "w8a16": {"w8a16-channel"},
         "fp8": {"fp8-channel"},
         "none": {"dense"},
         "mixed": {"w4a16-g64", "w8a16-g64", "w8a16-g32"} | ({"w4a16-g32"} if layers > 4 else set()),
