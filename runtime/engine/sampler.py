@@ -104,7 +104,10 @@ def _penalize_repetition(scores_RV: torch.Tensor, rows: Sequence[SamplingRow]) -
     r, i = torch.tensor(seen, device=scores_RV.device).unbind(1)
     penalties = torch.tensor([rows[row].params.repetition_penalty for row, _ in seen]).to(scores_RV)
     values = scores_RV[r, i]
-    scores_RV[r, i] = torch.where(values > 0, values / penalties, values * penalties)
+    penalized = torch.where(values > 0, values / penalties, values * penalties)
+    # A penalty near 0 overflows (or is 0 in float32); infinity minus infinity would be NaN later.
+    limit = torch.finfo(scores_RV.dtype).max
+    scores_RV[r, i] = penalized.clamp_(-limit, limit)
 
 
 def _additions(row: SamplingRow) -> Iterable[tuple[int, float]]:

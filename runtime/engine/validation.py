@@ -27,8 +27,8 @@ class Bounds:
 
 def check_request(request: Request, bounds: Bounds) -> None:
     """Raise RequestError unless `request` can run within `bounds`."""
-    check_ids("prompt", request.prompt, bounds.vocab)
     _check_length(request, bounds)
+    check_ids("prompt", request.prompt, bounds.vocab)
     check_sampling(request.sampling, bounds.vocab)
     if type(request.priority) is not int:
         raise RequestError(f"priority is an integer, not {request.priority!r}", "priority")

@@ -156,6 +156,16 @@ def test_tiny_temperatures_and_huge_logits_stay_finite() -> None:
     assert sample(logits, [row(temperature=2e-5)]).tolist() == [0]
 
 
+@pytest.mark.parametrize("penalty", [1e-30, 1e-38, 1e-40, 1e-300])
+def test_a_penalty_that_overflows_still_draws_an_id(penalty: float) -> None:
+    logits = torch.tensor([[3.0, 2.0, -1.0, 0.0], [1.0, 2.0, 3.0, 4.0]])
+    rows = [row(repetition_penalty=penalty, prompt_ids=(0, 1, 2, 3), seed=s) for s in (1, 2)]
+    assert torch.isfinite(adjust(logits, rows)).all()
+    ids = sample(logits, rows).tolist()
+    assert ids[0] in (0, 1)
+    assert ids[1] in range(4)
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(-2, 2), min_size=9, max_size=9), min_size=1, max_size=4),
