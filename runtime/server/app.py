@@ -6,12 +6,13 @@ signals: those are `runtime.server.serve`'s.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -45,6 +46,8 @@ from runtime.server.protocol import (
 from runtime.text import TextProcessor
 
 MAX_BODY_BYTES = 8 * 2**20
+SMALL_BODY_BYTES = 16 * 2**10  # handled on the event loop: a few milliseconds
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +84,24 @@ class ServedModel:
         )
         client.on_step = self.metrics.on_step
 
-    async def read(self, request: Request, model: type[Body]) -> Body:
-        """The checked body of a request for this model."""
-        body = parse_body(await read_body(request, MAX_BODY_BYTES), model)
+    async def read(
+        self, request: Request, model: type[Body], use: Callable[[Body], Result]
+    ) -> tuple[Body, Result]:
+        """The checked body of a request for this model, and what `use` makes of it.
+
+        All work that grows with the body happens in here, for large ones on a worker thread: the
+        event loop must go on streaming to everybody else.
+        """
+        raw = await read_body(request, MAX_BODY_BYTES)
+
+        def work() -> tuple[Body, Result]:
+            body = self._parse(raw, model)
+            return body, use(body)
+
+        return work() if len(raw) <= SMALL_BODY_BYTES else await asyncio.to_thread(work)
+
+    def _parse(self, raw: bytes, model: type[Body]) -> Body:
+        body = parse_body(raw, model)
         name = getattr(body, "model", None)
         if name is not None and name != self.info.name:
             raise NotFound(
@@ -142,8 +160,7 @@ def create_app(model: ServedModel, api_key: str | None = None) -> FastAPI:
 def _add_generation_routes(app: FastAPI, model: ServedModel) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = await model.read(request, ChatBody)
-        jobs = await model.intake.chat_jobs(body)
+        body, jobs = await model.read(request, ChatBody, model.intake.chat_jobs)
         writer = ChatWriter(
             envelope=model.envelope("chatcmpl"),
             num_choices=len(jobs),
@@ -155,8 +172,9 @@ def _add_generation_routes(app: FastAPI, model: ServedModel) -> None:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await model.read(request, CompletionBody)
-        jobs, echoed = await model.intake.completion_jobs(body)
+        body, (jobs, echoed) = await model.read(
+            request, CompletionBody, model.intake.completion_jobs
+        )
         writer = CompletionWriter(
             envelope=model.envelope("cmpl"),
             num_choices=len(jobs),
@@ -169,32 +187,36 @@ def _add_generation_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 def _add_text_routes(app: FastAPI, model: ServedModel) -> None:
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = await model.read(request, TokenizeBody)
+    def tokenized(body: TokenizeBody) -> Response:
         if body.prompt is not None:
-            ids = await model.intake.text_ids(body.prompt, body.add_special_tokens)
+            ids = model.text.encode(body.prompt, body.add_special_tokens)
         else:
             messages = parse_messages(body.messages)
-            ids = await model.intake.chat_ids(messages, body.add_generation_prompt)
-        pieces = [model.text.token_bytes(i).decode("utf-8", "replace") for i in ids]
+            ids = model.intake.chat_ids(messages, body.add_generation_prompt)
+        pieces = (model.text.token_bytes(i).decode("utf-8", "replace") for i in ids)
         return json_response(
             {
                 "count": len(ids),
                 "max_model_len": model.client.resolved.max_model_len,
                 "tokens": ids,
-                "token_strs": pieces if body.return_token_strs else None,
+                "token_strs": list(pieces) if body.return_token_strs else None,
             }
         )
 
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body = await model.read(request, DetokenizeBody)
+    def detokenized(body: DetokenizeBody) -> Response:
         vocab = model.client.resolved.vocab_size
         for token in body.tokens:
             if not 0 <= token < vocab:
                 raise BadRequest(f"tokens holds {token}; ids are 0 to {vocab - 1}", "tokens")
         return json_response({"prompt": model.text.decode(body.tokens, skip_special_tokens=False)})
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return (await model.read(request, TokenizeBody, tokenized))[1]
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return (await model.read(request, DetokenizeBody, detokenized))[1]
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:

@@ -56,4 +56,5 @@ def _verdict(model: ServedModel) -> Text:
 def _curl(name: str, url: str, api_key: bool) -> str:
     auth = " -H 'Authorization: Bearer KEY'" if api_key else ""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    return f"curl {url}/v1/chat/completions{auth} \\\n  -d '{body}'"
+    kind = "-H 'Content-Type: application/json'"
+    return f"curl {url}/v1/chat/completions {kind}{auth} \\\n  -d '{body}'"

@@ -153,7 +153,8 @@ class EngineClient:
         self._process = process
         self._in_flight: dict[str, tuple[Batch, int]] = {}
         self._outbox: queue.SimpleQueue[Commands | None] = queue.SimpleQueue()
-        self._finish_times: deque[float] = deque(maxlen=64)
+        self._gaps_s: deque[float] = deque(maxlen=64)  # between endings, idle time left out
+        self._gap_start = 0.0
         self._unsynced: set[str] = set()
         self._writer = threading.Thread(target=self._write, daemon=True)
 
@@ -197,10 +198,10 @@ class EngineClient:
 
     def retry_after_s(self) -> int:
         """Seconds until half the queue should have drained, at the rate of the last 64 endings."""
-        times = self._finish_times
-        if len(times) < 2:
+        if not self._gaps_s:
             return 1
-        per_request = (time.monotonic() - times[0]) / len(times)
+        since_last = time.monotonic() - self._gap_start
+        per_request = (sum(self._gaps_s) + since_last) / (len(self._gaps_s) + 1)
         return min(MAX_RETRY_AFTER_S, max(1, ceil(per_request * (1 + self.num_waiting / 2))))
 
     def _enter(self, batch: Batch, requests: Sequence[Request]) -> None:
@@ -210,6 +211,8 @@ class EngineClient:
             raise EngineUnavailable("the server is shutting down")
         if self.num_in_flight + len(requests) > self.max_in_flight:
             raise QueueFull(self.retry_after_s())
+        if not self._in_flight:
+            self._gap_start = time.monotonic()
         for index, request in enumerate(requests):
             self._in_flight[request.id] = (batch, index)
             self._unsynced.add(request.id)
@@ -217,8 +220,13 @@ class EngineClient:
 
     def _abort(self, request_id: str) -> None:
         if self._in_flight.pop(request_id, None) is not None and self.alive:
-            self._finish_times.append(time.monotonic())
+            self._note_ending()
             self._outbox.put(Commands(abort=[request_id]))
+
+    def _note_ending(self) -> None:
+        now = time.monotonic()
+        self._gaps_s.append(now - self._gap_start)
+        self._gap_start = now
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -275,7 +283,7 @@ class EngineClient:
             rows.index = index
             if rows.finish_reason is not None:
                 del self._in_flight[request_id]
-                self._finish_times.append(time.monotonic())
+                self._note_ending()
             batch.post(rows)
 
     def _post(self, request_id: str, make: Callable[[int], Event]) -> None:

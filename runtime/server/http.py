@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server.answers import Writer
-from runtime.server.errors import ApiError, error_body
+from runtime.server.errors import ApiError, echo, error_body
 from runtime.server.generation import Generation
 
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
@@ -29,6 +29,13 @@ class BodyTooLarge(ApiError):
     """413."""
 
     status = 413
+    type = "invalid_request_error"
+
+
+class UnsupportedType(ApiError):
+    """415."""
+
+    status = 415
     type = "invalid_request_error"
 
 
@@ -44,17 +51,18 @@ def json_response(
 
 
 def error_response(error: ApiError) -> Response:
-    """The error object; 503 with Retry-After, 413 closes the connection (its body is not read)."""
+    """The error object; 503 with Retry-After, a body that is not read closes the connection."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    if error.status == 413:
+    if error.status in (413, 415):
         headers["Connection"] = "close"
     return json_response(error.body(), error.status, headers)
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body. BodyTooLarge as soon as more than `limit_bytes` are announced or sent."""
+    _check_type(request.headers)
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit_bytes:
         raise BodyTooLarge(f"the body has {announced} bytes; at most {limit_bytes} are read")
@@ -64,6 +72,19 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
         if len(body) > limit_bytes:
             raise BodyTooLarge(f"the body has more than {limit_bytes} bytes")
     return bytes(body)
+
+
+def _check_type(headers: Headers) -> None:
+    """UnsupportedType unless the body is (or does not say that it is not) plain JSON.
+
+    The types refused are also all that a web page may send to a foreign server without asking it.
+    """
+    kind = headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind not in ("", "application/json") and not kind.endswith("+json"):
+        raise UnsupportedType(f"Content-Type {echo(kind)} is not supported; use application/json")
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedType(f"Content-Encoding {echo(encoding)} is not supported; send it plain")
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -1,14 +1,14 @@
 """From a checked body to jobs: tokenize, apply the chat template, check the engine's bounds.
 
-Everything a request can be refused for is found here, before anything is queued. Long texts are
-tokenized on a worker thread; texts that cannot possibly fit are refused without tokenizing.
+Everything a request can be refused for is found here, before anything is queued; what cannot
+possibly fit is refused before it costs anything. Safe to call from several threads: the app runs
+it on a worker for large bodies.
 """
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,6 @@ from runtime.server.protocol import (
 )
 from runtime.text import ChatTemplateError, TextProcessor
 
-_LONG_TEXT_CHARS = 20_000
-
 
 class Intake:
     """Makes jobs for one model. `max_sequences`: the most an HTTP request may ask for."""
@@ -45,29 +43,24 @@ class Intake:
             num_pool_tokens=resolved.num_blocks * resolved.block_size,
         )
 
-    async def completion_jobs(self, body: CompletionBody) -> tuple[list[Job], list[EchoedPrompt]]:
+    def completion_jobs(self, body: CompletionBody) -> tuple[list[Job], list[EchoedPrompt]]:
         """Jobs in the order prompt x n, and what to echo for each (empty without `echo`)."""
         prompts = parse_prompts(body.prompt)
         self._check_count(len(prompts), body.n)
-        ids = [await self._prompt_ids(prompt, body.add_special_tokens) for prompt in prompts]
-        echoed = [
-            self._echoed(prompt, tokens)
-            for prompt, tokens in zip(prompts, ids, strict=True)
-            for _ in range(body.n if body.echo else 0)
-        ]
+        ids = [self._prompt_ids(prompt, body.add_special_tokens) for prompt in prompts]
         limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         if limit == 0 and not body.echo:
             raise BadRequest("max_tokens 0 makes sense with echo: true only", "max_tokens")
         scored = body.logprobs if body.echo else None
         params = self._params(body, limit, body.logprobs, scored)
-        return [job for tokens in ids for job in self._jobs(body, tokens, params)], echoed
+        jobs = [job for tokens in ids for job in self._jobs(body, tokens, params)]
+        return jobs, self._echoes(prompts, ids, body.n) if body.echo else []
 
-    async def chat_jobs(self, body: ChatBody) -> list[Job]:
+    def chat_jobs(self, body: ChatBody) -> list[Job]:
         """n jobs of one conversation."""
         self._check_count(1, body.n)
         messages = parse_messages(body.messages)
-        self._check_chars(sum(len(m["content"] or "") for m in messages), "messages")
-        ids = await self.chat_ids(messages, body.add_generation_prompt, body.chat_template_kwargs)
+        ids = self.chat_ids(messages, body.add_generation_prompt, body.chat_template_kwargs)
         limit = body.max_completion_tokens or body.max_tokens
         if limit is None and body.max_tokens == 0:
             limit = 0
@@ -76,49 +69,40 @@ class Intake:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         return self._jobs(body, ids, self._params(body, limit, logprobs, None))
 
-    async def chat_ids(
+    def chat_ids(
         self,
         messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool,
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a parsed conversation. BadRequest carries the template's own message."""
-        num_chars = sum(len(str(m["content"] or "")) for m in messages)
-
-        def encode() -> list[int]:
-            return self._text.encode_chat(
+        if len(messages) > self._max_model_len:
+            raise _too_long(
+                f"messages has {len(messages)} entries", self._max_model_len, "messages"
+            )
+        self._check_chars(sum(len(m["content"] or "") for m in messages), "messages")
+        try:
+            text = self._text.render_chat(
                 messages, add_generation_prompt=add_generation_prompt, **(template_kwargs or {})
             )
-
-        try:
-            return await self._off_loop(encode, num_chars)
         except ChatTemplateError as error:
             raise BadRequest(str(error)[:500], "messages", "chat_template") from error
+        self._check_chars(len(text), "messages")
+        return self._text.encode_rendered(text)
 
-    async def text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a plain text."""
-        return await self._off_loop(lambda: self._text.encode(text, add_special_tokens), len(text))
-
-    async def _off_loop(self, encode: Callable[[], list[int]], num_chars: int) -> list[int]:
-        if num_chars <= _LONG_TEXT_CHARS:
-            return encode()
-        return await asyncio.to_thread(encode)
-
-    async def _prompt_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        self._check_chars(len(prompt), "prompt")
-        return await self.text_ids(prompt, add_special_tokens)
+    def _prompt_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            self._check_chars(len(prompt), "prompt")
+            return self._text.encode(prompt, add_special_tokens)
+        if len(prompt) > self._max_model_len:
+            raise _too_long(f"the prompt has {len(prompt)} tokens", self._max_model_len, "prompt")
+        return prompt
 
     def _check_chars(self, num_chars: int, param: str) -> None:
         least = num_chars // max(1, self._text.longest_token)
         if least > self._max_model_len:
-            raise BadRequest(
-                f"{param} has {num_chars} characters, at least {least} tokens; the context holds "
-                f"{self._max_model_len}",
-                param,
-                "context_length_exceeded",
-            )
+            found = f"{param} has {num_chars} characters, at least {least} tokens"
+            raise _too_long(found, self._max_model_len, param)
 
     def _check_count(self, num_prompts: int, n: int) -> None:
         if num_prompts * n > self._max_sequences:
@@ -128,10 +112,17 @@ class Intake:
                 "prompt" if num_prompts > 1 else "n",
             )
 
+    def _echoes(
+        self, prompts: Sequence[Prompt], ids: Sequence[Sequence[int]], n: int
+    ) -> list[EchoedPrompt]:
+        """One entry per choice; the choices of a prompt share theirs."""
+        once = [self._echoed(prompt, tokens) for prompt, tokens in zip(prompts, ids, strict=True)]
+        return [echoed for echoed in once for _ in range(n)]
+
     def _echoed(self, prompt: Prompt, ids: Sequence[int]) -> EchoedPrompt:
         if isinstance(prompt, str):
             return EchoedPrompt(text=prompt, ids=tuple(ids))
-        data = b"".join(self._text.token_bytes(i) for i in ids if i >= 0)
+        data = b"".join(self._text.token_bytes(i) for i in ids)
         return EchoedPrompt(text=data.decode("utf-8", "replace"), ids=tuple(ids))
 
     def _params(
@@ -187,6 +178,11 @@ class Intake:
             code = "context_length_exceeded" if "context holds" in str(error) else None
             raise BadRequest(str(error), error.param, code) from error
         return request
+
+
+def _too_long(found: str, max_model_len: int, param: str) -> BadRequest:
+    message = f"{found}; the context holds {max_model_len} tokens; shorten it"
+    return BadRequest(message, param, "context_length_exceeded")
 
 
 def with_choice_seed(params: SamplingParams, choice: int) -> SamplingParams:

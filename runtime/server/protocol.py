@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from runtime.server.errors import BadRequest, echo
 
@@ -24,10 +24,13 @@ MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 1024
+MAX_METADATA = 16  # OpenAI's limit
+MAX_BRACKETS = 250_000  # millions of tiny lists cost seconds; no text for a model has as many
 DEFAULT_COMPLETION_TOKENS = 16
 _INT64 = 2**63
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Ids = Annotated[list[int], FailFast()]  # not one error object for each of a million wrong items
 
 # Known fields that are not supported, with the values that ask for nothing (null always does).
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -75,7 +78,7 @@ class Sampling(_Body):
         default_factory=dict, max_length=MAX_LOGIT_BIAS
     )
     stop: Any = ()
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_IDS)
+    stop_token_ids: Ids = Field(default_factory=list, max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, lt=_INT64)
     include_stop_str_in_output: bool = False
@@ -83,7 +86,7 @@ class Sampling(_Body):
     cache_salt: str = Field("", max_length=MAX_SALT_CHARS)
     priority: int = Field(0, ge=-_INT64, lt=_INT64)
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
@@ -163,7 +166,7 @@ class DetokenizeBody(_Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 def check_stop(stop: Any) -> None:
@@ -198,8 +201,13 @@ def parse_body(raw: bytes, model: type[Body]) -> Body:
 
 
 def _json_object(raw: bytes) -> Mapping[str, Any]:
+    if raw.count(b"[") + raw.count(b"{") > MAX_BRACKETS:
+        raise BadRequest(f"the body has more than {MAX_BRACKETS} opening brackets")
     try:
-        body = json.loads(raw, parse_constant=_no_constant)
+        # Decoded here, because json itself lets UTF-16 and surrogates in UTF-8 through.
+        body = json.loads(
+            raw.decode("utf-8-sig"), parse_constant=_no_constant, object_pairs_hook=_no_duplicates
+        )
         if re.search(rb"\\u[dD][89a-fA-F]", raw):  # refuse lone surrogates: they are not text
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -211,6 +219,16 @@ def _json_object(raw: bytes) -> Mapping[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """One of two values would be ignored in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} comes twice")
+    return found
 
 
 def _refuse_unless_neutral(name: str, value: Any, known: set[str]) -> None:

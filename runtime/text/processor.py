@@ -78,7 +78,9 @@ class TextProcessor:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. A text that already begins with BOS does not get a second one."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` would hold the interpreter lock for as long as it takes, the batch call does not.
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
         doubled = self._adds_bos and ids[:2] == [self._bos_id, self._bos_id]
         return ids[1:] if doubled and add_special_tokens else ids
 
@@ -97,6 +99,10 @@ class TextProcessor:
         text = self.render_chat(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
         )
+        return self.encode_rendered(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what `render_chat` gave."""
         ids = self.encode(text, add_special_tokens=False)
         if self._adds_bos and ids[:1] != [self._bos_id]:
             ids = [self._bos_id or 0, *ids]
