@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quant.artifact.durable import storage_errors
 from quant.artifact.manifest import MANIFEST_NAME
 from quant.artifact.shipped import Kind, resolve_input
 from quant.calibration import Calibration, load_calibration
@@ -23,6 +24,7 @@ from quant.estimate import Estimate, estimate
 from quant.machine import check_device, free_disk_bytes, free_memory_bytes, measured_flops
 from quant.pipeline import Progress, run
 from quant.plan import Plan, make_plan
+from quant.plan_table import size
 from quant.recipe import CalibrationSettings, Recipe
 from quant.report import RunReport, report_json, write_reports
 from quant.report_render import model_card, report_markdown
@@ -104,7 +106,7 @@ def prepare(
         batch_tokens=loaded.calibration.batch_tokens,
         flops_per_s=measured_flops(device),
     )
-    target = Path(out) if out is not None else Path(f"{_model_name(source)}-{loaded.name}")
+    target = Path(f"{_model_name(source)}-{loaded.name}") if out is None else Path(out)
     return Job(
         source=source,
         recipe=loaded,
@@ -168,16 +170,20 @@ def check_out(job: Job, *, overwrite: bool) -> None:
 
     What an interrupted run left counts as already written.
     """
-    if (job.out / MANIFEST_NAME).exists() and not overwrite:
-        raise PipelineError(
-            f"{job.out}: already holds an artifact; --overwrite replaces it, --out names another"
-        )
-    written = sum(p.stat().st_size for p in _partial(job.out).rglob("*") if p.is_file())
-    free, needed = free_disk_bytes(job.out), job.cost.artifact_bytes - written
+    if job.out.name in ("", ".."):
+        raise PipelineError(f"--out {job.out}: expected the name of a directory to make")
+    with storage_errors(job.out):
+        if (job.out / MANIFEST_NAME).exists() and not overwrite:
+            raise PipelineError(
+                f"{job.out}: already holds an artifact; --overwrite replaces it, --out names "
+                "another"
+            )
+        written = sum(p.stat().st_size for p in _partial(job.out).rglob("*") if p.is_file())
+        free, needed = free_disk_bytes(job.out), job.cost.artifact_bytes - written
     if free < needed:
         raise PipelineError(
-            f"{job.out}: the artifact needs {needed / 1e9:.2f} GB more and the disk has "
-            f"{free / 1e9:.2f} GB free; make room or name another place with --out"
+            f"{job.out}: the artifact needs {size(needed)} more and the disk has {size(free)} "
+            "free; make room or name another place with --out"
         )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from quant.artifact.errors import ArtifactError
 from quant.errors import QuantError
@@ -103,7 +104,7 @@ DType = Annotated[
 ]  # fmt: skip
 Device = Annotated[str, typer.Option(help="Where layers are computed: cpu, cuda, cuda:1.")]
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="CPU threads. Part of what fixes the exact bytes.",
+    int | None, typer.Option(min=1, max=1024, help="CPU threads. Part of what fixes the exact bytes.",
                              show_default="torch's own"),
 ]  # fmt: skip
 EveryModule = Annotated[
@@ -262,7 +263,8 @@ def _changes(
     method: str | None,
     dtype: str | None,
 ) -> dict[str, Any]:
-    size = int(group_size) if group_size and group_size.isdecimal() else group_size
+    is_size = group_size in ("32", "64", "128")
+    size = int(group_size) if group_size and is_size else group_size
     return {
         "samples": samples,
         "max_tokens": max_tokens,
@@ -319,7 +321,7 @@ def _quiet_libraries() -> None:
 def _show_plan(job: Job, *, every_module: bool) -> None:
     from quant.plan_table import render_plan
 
-    out_console.rule(f"plan: {job.source.path.name} -> {job.recipe.name}", align="left")
+    out_console.rule(Text(f"plan: {job.source.path.name} -> {job.recipe.name}"), align="left")
     table = render_plan(job.plan, job.cost, tokens=job.tokens, every_module=every_module)
     out_console.print(table)
     for note in job.notes:
@@ -359,7 +361,7 @@ def _carry_out(job: Job, *, overwrite: bool, resume: bool) -> None:
         report = carry_out(job, calibration, progress=progress, overwrite=overwrite, resume=resume)
     finally:
         progress.stop()
-    out_console.rule(f"done: {report.artifact}", align="left")
+    out_console.rule(Text(f"done: {report.artifact}"), align="left")
     out_console.print(render_summary(report))
     out_console.print(_next_steps(job.out), markup=False, highlight=False)
 

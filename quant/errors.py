@@ -15,6 +15,12 @@ one line `error: ...` on stderr and exits with 2.
 """
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says, shortened to fit into a message of ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{' '.join(lines[:2]):.200}"
+
+
 class QuantError(Exception):
     """Anything wrong that the user of `quantize` can mend."""
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from gguf import GGUFReader, dequantize
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
-from quant.checkpoint import Source, file_sha256
+from quant.checkpoint import Source, file_sha256, load_tokenizer
 from quant.errors import SourceError, UnsupportedModelError
 from quant.modelling import FAMILIES, check_family, check_tensors
 
@@ -184,7 +184,7 @@ class GGUFSource(Source):
     @cached_property
     def _made(self) -> tuple[Any, dict[str, bytes]]:
         """The tokenizer and its files, saved before anyone can have changed its settings."""
-        tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        tokenizer = load_tokenizer(self.path.parent, gguf_file=self.path.name)
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

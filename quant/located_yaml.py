@@ -43,6 +43,8 @@ def parse_yaml(text: str, name: str) -> LocatedYaml:
         raise RecipeError(_explain(error, name)) from error
     except yaml.YAMLError as error:
         raise RecipeError(f"{name}: not YAML: {error}") from error
+    except RecursionError as error:
+        raise RecipeError(f"{name}: nested too deeply to be a recipe") from error
     lines: dict[KeyPath, int] = {}
     data = None if root is None else _build(root, (), name, lines)
     return LocatedYaml(name=name, data=data, lines=lines)

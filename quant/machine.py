@@ -31,6 +31,9 @@ def measured_flops(device: str) -> float:
 def check_device(device: str) -> None:
     """PipelineError unless `device` (`cpu`, `cuda`, `cuda:1`) exists here."""
     try:
+        kind = torch.device(device).type
+        if kind not in ("cpu", "cuda"):
+            raise RuntimeError(f"{kind} is not supported")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:60]

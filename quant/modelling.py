@@ -14,6 +14,7 @@ Shape legend: B sequences of a batch, T tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from quant.errors import SourceError, UnsupportedModelError
+from quant.errors import SourceError, UnsupportedModelError, first_line
 
 ATTENTION = "weighbridge_tap"
 
@@ -99,11 +100,11 @@ class PassThrough(nn.Module):
 class Skeleton:
     """The model without its layers. Embedding and head are loaded when asked for, then dropped."""
 
-    def __init__(self, config: Mapping[str, Any], device: str = "cpu") -> None:
-        hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-        hf_config._attn_implementation = ATTENTION
-        with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+    def __init__(
+        self, config: Mapping[str, Any], device: str = "cpu", *, where: str = "the model"
+    ) -> None:
+        self._model = _empty_model(config, where)
+        hf_config = self._model.config
         self.device = torch.device(device)
         self.is_tied = bool(hf_config.tie_word_embeddings)
         self.num_layers: int = hf_config.num_hidden_layers
@@ -211,8 +212,34 @@ class Skeleton:
 HEAD_WEIGHT = f"{HEAD}.weight"
 
 
+def _empty_model(config: Mapping[str, Any], where: str) -> Any:
+    """The transformers model of a config.json on the meta device; SourceError if it makes none."""
+    try:
+        hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        hf_config._attn_implementation = ATTENTION
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+    except Exception as error:  # transformers checks a config in as many ways as it has fields
+        raise SourceError(
+            f"{where}: config.json describes no model that can be built "
+            f"({type(error).__name__}: {first_line(error)}); fetch it again"
+        ) from error
+    if hf_config.num_hidden_layers < 1:
+        raise SourceError(
+            f"{where}: config.json has num_hidden_layers {hf_config.num_hidden_layers}, expected "
+            "at least 1"
+        )
+    return model
+
+
 def _parameter(tensor: Tensor, device: torch.device) -> nn.Parameter:
     return nn.Parameter(tensor.to(device, torch.float32), requires_grad=False)
+
+
+def layer_of(name: str) -> int:
+    """The decoder layer a tensor belongs to, -1 for those outside the layers."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
 def check_tensors(skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
@@ -225,6 +252,12 @@ def check_tensors(skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]], whe
         raise SourceError(
             f"{where}: {len(missing)} tensors that config.json promises are missing, the first is "
             f"{missing[0]}; is this the whole checkpoint of that model?"
+        )
+    beyond = [name for name in shapes if layer_of(name) >= skeleton.num_layers]
+    if beyond:
+        raise SourceError(
+            f"{where}: {len(beyond)} tensors lie beyond the {skeleton.num_layers} layers that "
+            f"config.json promises, the first is {beyond[0]}; config.json is of another model"
         )
     for name in wanted:
         if tuple(shapes[name]) != skeleton.parameter_shapes[name]:

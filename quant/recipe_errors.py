@@ -95,7 +95,9 @@ def _message(e: dict[str, Any], path: KeyPath, model: type[BaseModel]) -> str:
     found = f"found {_show(e['input'])}, expected "
     if kind == "literal_error":
         options = _options(context["expected"])
-        return found + " or ".join(options) + nearest(str(e["input"]), options)
+        is_quoted = e["input"] in options
+        hint = "; without quotes" if is_quoted else nearest(str(e["input"]), options)
+        return found + " or ".join(options) + hint
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
         return found + f"{words} {context[key]:g}"

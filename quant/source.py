@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 from quant.artifact.errors import UnsafeCheckpointError
+from quant.artifact.shipped import local_path
 from quant.artifact.store import CheckpointReader
-from quant.checkpoint import Source, file_sha256
+from quant.checkpoint import Source, file_sha256, load_tokenizer
 from quant.errors import AlreadyQuantizedError, SourceError
 from quant.modelling import check_family, check_tensors
 
@@ -38,8 +40,14 @@ NOT_COPIED_NAMES = frozenset({
     "report.html", "README.md", "quantize_config.json", "quant_config.json",
 })  # fmt: skip
 
-QUANTIZED_MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB")
+# What quantizers call codes, scales and zero points.
+QUANTIZED_MARKS = (
+    ".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_scale", ".weight_scale_inv",
+    ".weight_scales", ".weight_zero_point", ".input_scale", ".k_scale", ".v_scale", ".SCB",
+)  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# A weight may also be stored wider than any model computes in.
+WEIGHT_DTYPES = frozenset({*DTYPES.values(), torch.float64})
 
 
 class HFSource(Source):
@@ -61,6 +69,8 @@ class HFSource(Source):
         self.names = tuple(self._reader.names)
         _refuse_quantized_names(path, self.names)
         check_tensors(self.skeleton, {n: self.shape(n) for n in self.names}, str(path))
+        _refuse_codes(path, self._reader, self.skeleton.parameter_shapes)
+        _check_generation_config(path)
         self.dtype = _stored_dtype(self._reader)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -87,9 +97,7 @@ class HFSource(Source):
         }
 
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+        return load_tokenizer(self.path, trust_remote_code=False)
 
 
 def open_source(model: str) -> Source:
@@ -98,7 +106,12 @@ def open_source(model: str) -> Source:
     Raises SourceError (nothing there, incomplete, unreadable), UnsupportedModelError,
     AlreadyQuantizedError, or UnsafeCheckpointError (pickle weights, remote code).
     """
-    path = Path(model).expanduser()
+    try:
+        path = local_path(model)
+    except FileNotFoundError as error:
+        raise SourceError(f"model {error}") from error
+    if not model:
+        raise SourceError("found an empty model name; expected a directory, .gguf file or hub id")
     if path.is_file() and path.suffix == ".gguf":
         return _open_gguf(path)
     if path.is_file():
@@ -135,7 +148,7 @@ def _open_hub(model: str) -> Source:
 
     try:
         local = Path(snapshot_download(model, allow_patterns=list(HUB_PATTERNS)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise SourceError(
             f"{model}: no such directory here, and the hub did not deliver it "
             f"({type(error).__name__}); check the name and the network, or give a local directory"
@@ -150,19 +163,33 @@ def _snapshot_revision(path: Path) -> str | None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{path / 'config.json'}: not readable as JSON: {error}") from error
-    if not isinstance(config, dict) or "model_type" not in config:
+    config = _read_object(path / "config.json")
+    if "model_type" not in config:
         raise SourceError(f"{path / 'config.json'}: no model_type; is this a transformers model?")
     return config
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(data, dict):
+        kind = "null" if data is None else type(data).__name__
+        raise SourceError(f"{path}: found a JSON {kind}, expected an object")
+    return data
+
+
+def _check_generation_config(path: Path) -> None:
+    """It is copied as it is, and would otherwise fail where the artifact is served."""
+    if (path / "generation_config.json").is_file():
+        _read_object(path / "generation_config.json")
 
 
 def _refuse_code(path: Path, config: dict[str, Any]) -> None:
     settings = path / "tokenizer_config.json"
     found = "config.json" if "auto_map" in config else None
-    if settings.is_file() and '"auto_map"' in settings.read_text(encoding="utf-8"):
+    if settings.is_file() and "auto_map" in _read_object(settings):
         found = settings.name
     if found:
         raise UnsafeCheckpointError(
@@ -175,9 +202,10 @@ def refuse_quantized(path: Path, config: dict[str, Any]) -> None:
     """AlreadyQuantizedError if config.json has a quantization section."""
     section = config.get("quantization_config") or config.get("compression_config")
     if section:
-        method = section.get("quant_method", "unknown")
+        known = section if isinstance(section, dict) else {}
+        method, layout = known.get("quant_method", "unknown"), known.get("format", "?")
         raise AlreadyQuantizedError(
-            f"{path}: already quantized ({method}, format {section.get('format', '?')}); "
+            f"{path}: already quantized ({method}, format {layout}); "
             "start from the original float checkpoint"
         )
 
@@ -188,6 +216,15 @@ def _refuse_quantized_names(path: Path, names: tuple[str, ...]) -> None:
             raise AlreadyQuantizedError(
                 f"{path}: tensor {name} holds codes or scales of a quantized model; start from the "
                 "original float checkpoint"
+            )
+
+
+def _refuse_codes(path: Path, reader: CheckpointReader, used: Iterable[str]) -> None:
+    for name in used:
+        if name in reader and reader.dtype(name) not in WEIGHT_DTYPES:
+            raise AlreadyQuantizedError(
+                f"{path}: tensor {name} is {str(reader.dtype(name)).removeprefix('torch.')}, so it "
+                "holds codes, not weights; start from the original float checkpoint"
             )
 
 

@@ -29,19 +29,32 @@ def resolve_input(name: str, kind: Kind) -> Path:
 
     FileNotFoundError names both places and lists what is shipped.
     """
-    given = Path(name).expanduser()
+    if not name:
+        raise FileNotFoundError("found an empty file name")
+    given, folder = local_path(name), shipped_dir(kind)
     if given.is_file():
         return given
-    folder = shipped_dir(kind)
     shipped = folder / name
     if not given.is_absolute() and shipped.is_file():
         return shipped
     raise FileNotFoundError(_not_found(name, given, folder))
 
 
+def local_path(name: str) -> Path:
+    """`name` as a path that can be looked up; FileNotFoundError when nothing can be called so."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # too long, not searchable; no such user's home
+        reason = getattr(error, "strerror", None) or error
+        raise FileNotFoundError(f"{name:.80}: {reason}") from None
+    return path
+
+
 def _not_found(name: str, given: Path, folder: Path) -> str:
     known = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".jsonl"))
-    kind_of = "is a folder" if given.is_dir() else "does not exist"
+    kind_of = "is not a file" if given.exists() else "does not exist"
+    kind_of = "is a folder" if given.is_dir() else kind_of
     return (
         f"{name}: {given.absolute()} {kind_of}, and there is no such file in {folder} "
         f"(shipped: {', '.join(known) or 'none'})"

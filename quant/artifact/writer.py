@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -46,6 +47,7 @@ from quant.artifact.manifest import (
 )
 from quant.artifact.store import DTYPES, INDEX_NAME
 
+_STAGED = re.compile(r"lock|work|artifact|replaced|sealed|\..*\.tmp|shard-\d+\.json")
 _WRITTEN_BY_SEAL = (CONFIG_NAME, INDEX_NAME, MANIFEST_NAME)
 
 
@@ -194,6 +196,7 @@ class ArtifactWriter:
                 raise StorageError(_other_job(self._staging, job_path, identity))
             self._clear()
         if not job_path.is_file():
+            _check_ours(self._staging)
             self._clear()
             write_file(job_path, wanted)
         make_directory(self._files)
@@ -285,6 +288,17 @@ def _check_out(out: Path, overwrite: bool, source_path: Path | None) -> None:
         raise StorageError(f"{out} is a folder with other things in it; choose another output")
     if not overwrite:
         raise StorageError(f"{out} already holds an artifact; choose another output or overwrite")
+
+
+def _check_ours(staging: Path) -> None:
+    """A folder that merely has the staging folder's name must not be cleared."""
+    with storage_errors(staging):
+        foreign = sorted(p.name for p in staging.iterdir() if not _STAGED.fullmatch(p.name))
+    if foreign:
+        raise StorageError(
+            f"{staging} is where the artifact would be staged, but it holds {foreign[0]}, which is "
+            "not of a quantization job; move it away or choose another output"
+        )
 
 
 def _check_apart(out: Path, source: Path) -> None:

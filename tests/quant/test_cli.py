@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -154,6 +155,14 @@ def test_several_calibration_files(
         (["--recipe", "w4a16.yaml", "--model", "x", "--group-size", "7"], "--group-size"),
         (["--recipe", "w4a16.yaml", "--model", "x", "--device", "abacus"], "--device abacus"),
         (["--recipe", "w4a16.yaml", "--threads", "0"], "--threads"),
+        (["--recipe", "w4a16.yaml", "--threads", "1000000000000"], "--threads"),
+        (["--recipe", "w4a16.yaml", "--device", "meta"], "meta is not supported"),
+        (["--recipe", "w4a16.yaml", "--group-size", "1" * 5000], "--group-size"),
+        (["--recipe", ""], "an empty file name"),
+        (["--recipe", "x" * 300], "File name too long"),
+        (["--recipe", "~no-such-user/x.yaml"], "home directory"),
+        (["--recipe", "/dev/null"], "is not a file"),
+        (["--recipe", "w4a16.yaml", "--calib", "y" * 300], "File name too long"),
         (["verify", "nope"], "is not an artifact"),
         (["inspect", "nope"], "is not an artifact"),
     ],
@@ -168,6 +177,30 @@ def test_bad_input_is_one_line_and_exit_2(
     assert part in lines[0]
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("out", ["", ".", "..", "/", "o" * 250, "file/art", "a.txt"])
+def test_outputs_that_cannot_be_made(
+    quantize: Run, tiny_model: Callable[..., Path], tmp_path: Path, out: str
+) -> None:
+    for name in ("file", "a.txt"):
+        (tmp_path / name).write_text("mine")
+    code, _, err = quantize("--recipe", "w8a8.yaml", "--model", tiny_model(), "--out", out)
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: ")
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "a.txt"}
+
+
+def test_names_may_hold_anything(
+    quantize: Run, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model(), tmp_path / "[/red] my model \u6a21\u578b")
+    out = tmp_path / "[bold] out \u00fc"
+    code, text, err = quantize("--recipe", "w8a8.yaml", "--model", f"{model}/", "--out", out)
+    assert code == 0, err
+    assert "[/red] my model" in text
+    assert "[bold] out" in text
+    assert quantize("inspect", out)[0] == quantize("verify", out)[0] == 0
 
 
 def test_bad_recipes_and_rows_name_the_line(

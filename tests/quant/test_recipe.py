@@ -51,6 +51,11 @@ def test_a_recipe_keeps_its_text_and_its_hash(tmp_path: Path) -> None:
         ("- a\n", ["found a list"]),
         ("a: [\n", ["r.yaml:2: not YAML"]),
         ("1: x\n", ["r.yaml:1", "not a word"]),
+        ("a: &a [x]\nb: [*a, *a]\n", ["r.yaml:2: found the YAML alias *a"]),
+        ("a: " + "[" * 600 + "]" * 600, ["nested too deeply"]),
+        (GOOD + "group_size: '64'\n", ["r.yaml:3: group_size: found '64'", "without quotes"]),
+        ("scheme: !!python/object/apply:os.system [ls]\n", ["r.yaml:1: scheme: found ['ls']"]),
+        ("scheme: w4a16\n\tmethod: rtn\n", ["r.yaml:2: not YAML"]),
     ],
 )
 def test_faults_say_where_what_and_what_else(text: str, parts: list[str]) -> None:

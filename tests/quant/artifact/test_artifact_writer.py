@@ -106,6 +106,15 @@ def test_another_jobs_staging_is_refused_or_restarted(out: Path) -> None:
         assert restarted.committed == frozenset()
 
 
+def test_a_folder_of_someone_elses_is_not_cleared(out: Path) -> None:
+    staging = out.with_name(out.name + ".partial")
+    staging.mkdir()
+    (staging / "thesis.txt").write_text("mine")
+    with pytest.raises(StorageError, match=r"holds thesis\.txt, which is not of a quantization"):
+        writer(out)
+    assert (staging / "thesis.txt").read_text() == "mine"
+
+
 def test_two_writers_on_one_output(out: Path) -> None:
     with writer(out), pytest.raises(StorageError, match=f"written by process {os.getpid()}"):
         writer(out)
