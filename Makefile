@@ -12,7 +12,7 @@ demo: set-up model
 	$(BIN)/python scripts/demo.py --model $(GGUF)
 
 test: set-up model
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: set-up
 	scripts/check
