@@ -7,11 +7,12 @@ Heavy libraries are imported inside the commands, so that `--help` answers at on
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -260,7 +261,7 @@ def generate_command(
     num_threads: NumThreads = None,
 ) -> None:
     """Continue a text. The continuation goes to stdout as it is made, nothing else does."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _stdin().read() if prompt == "-" else prompt
     llm = _load(artifact, device, dtype, max_model_len, verify, num_threads)
     ids = llm.text.encode(text)
     for piece in llm.stream(
@@ -337,6 +338,8 @@ def bench_command(
     """
     from runtime.bench import Load, render_report, run_load, summarize
 
+    if json_out is not None:
+        _check_writable(json_out)
     load = Load(
         url=url, num_requests=requests, concurrency=concurrency, prompt=prompt,
         max_tokens=max_tokens, temperature=temperature, timeout_s=timeout, api_key=api_key,
@@ -402,11 +405,26 @@ def _lines(interactive: bool) -> Iterator[str]:
     while True:
         if interactive:
             err_console.print("> ", style="bold", end="")
-        line = sys.stdin.readline()
+        line = _stdin().readline()
         if not line:
             return
         if line.strip():
             yield line.rstrip("\n")
+
+
+def _stdin() -> TextIO:
+    """stdin, with bytes that are not UTF-8 left for the tokenizer to refuse."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    return sys.stdin
+
+
+def _check_writable(path: Path) -> None:
+    """Before a load test, not after it."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}") from error
 
 
 def _say(piece: str) -> None:

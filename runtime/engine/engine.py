@@ -22,7 +22,7 @@ from runtime.engine.model_runner import DecoderLike, ModelRunner, StepResult
 from runtime.engine.scheduler import Limits, Schedule, Scheduler
 from runtime.engine.score import Score, ScoreItem, score_items
 from runtime.engine.sequence import Sequence
-from runtime.engine.validation import Bounds, check_request, max_length
+from runtime.engine.validation import Bounds, check_can_go_on, check_request, max_length
 from runtime.request import (
     Completion,
     EngineStats,
@@ -92,7 +92,9 @@ class Engine:
         if request.id in self._scheduler:
             raise RequestError(f"a request with id {request.id!r} is running already", "id")
         check_request(request, self._bounds)
-        self._scheduler.add(self._sequence(request))
+        sequence = self._sequence(request)
+        check_can_go_on(sequence.stop_ids, request.sampling, self._bounds.vocab)
+        self._scheduler.add(sequence)
         self._num_arrived += 1
 
     def abort(self, request_id: str) -> None:

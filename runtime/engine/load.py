@@ -5,6 +5,7 @@ Nothing is served that was not checked: bytes by the artifact's digests, arithme
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from quant.artifact.artifact import Artifact, open_artifact
 from quant.artifact.errors import ArtifactError
 from quant.artifact.probe import ProbeRecord, compare, expected_entries
-from runtime.config import EngineConfig, ResolvedConfig
+from runtime.config import ConfigError, EngineConfig, ResolvedConfig
 from runtime.engine.batch import Piece
 from runtime.engine.end_of_text import end_of_text_ids
 from runtime.engine.memory import available_host_bytes, cuda_pool
@@ -51,8 +52,7 @@ class Loaded:
 def load(path: Path, config: EngineConfig) -> Loaded:
     """Raises ArtifactError (ProbeError included), UnsupportedModelError or ConfigError."""
     artifact = open_artifact(path, verify=config.verify)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    _set_threads(config.num_threads)
     numerics = resolve_numerics(
         config,
         artifact_dtype=artifact.manifest.dtype,
@@ -68,8 +68,29 @@ def load(path: Path, config: EngineConfig) -> Loaded:
     )
     if config.probe and artifact.manifest.probe is not None:
         check_probe(decoder, artifact, artifact.manifest.probe, numerics, config.block_size)
-    kv = make_cache(decoder, numerics.kv_cache_dtype, resolved.num_blocks, config.block_size)
+    kv = _allocated(decoder, resolved)
     return Loaded(decoder=decoder, kv=kv, resolved=resolved, artifact=artifact)
+
+
+def _set_threads(num_threads: int | None) -> None:
+    """Far more threads than cores crash the process that starts them, so they are refused."""
+    num_cores = os.cpu_count() or 1
+    if num_threads is not None and not 1 <= num_threads <= num_cores:
+        raise ConfigError(f"num_threads {num_threads}: this machine has {num_cores} cores")
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def _allocated(decoder: Decoder, resolved: ResolvedConfig) -> KVCache:
+    num_blocks, dtype = resolved.num_blocks, resolved.kv_cache_dtype
+    try:
+        return make_cache(decoder, dtype, num_blocks, resolved.block_size)
+    except RuntimeError as error:  # torch's way to say that there is no such memory
+        size = num_blocks * KVCache.bytes_per_block(decoder.spec, resolved.block_size, dtype)
+        raise ConfigError(
+            f"a KV pool of {num_blocks} blocks takes {size / 2**30:.4g} GiB, more than the device "
+            "gives; lower num_gpu_blocks_override, kv_cache_memory_bytes or max_model_len"
+        ) from error
 
 
 def make_cache(decoder: Decoder, dtype: str, num_blocks: int, block_size: int) -> KVCache:

@@ -6,7 +6,7 @@ size are the model's own and are let through.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import isfinite
 
@@ -27,9 +27,10 @@ class Bounds:
 
 def check_request(request: Request, bounds: Bounds) -> None:
     """Raise RequestError unless `request` can run within `bounds`."""
-    _check_length(request, bounds)
-    check_ids("prompt", request.prompt, bounds.vocab)
+    if len(request.prompt) <= bounds.max_model_len:
+        check_ids("prompt", request.prompt, bounds.vocab)
     check_sampling(request.sampling, bounds.vocab)
+    _check_length(request, bounds)
     if type(request.priority) is not int:
         raise RequestError(f"priority is an integer, not {request.priority!r}", "priority")
 
@@ -66,6 +67,16 @@ def check_sampling(params: SamplingParams, vocab: int) -> None:
         _check_float("logit_bias", bias, -1e4, 1e4)
 
 
+def check_can_go_on(stop_ids: Collection[int], params: SamplingParams, vocab: int) -> None:
+    """Raise RequestError if min_tokens masks every id: there would be nothing to draw."""
+    if params.min_tokens and len(stop_ids) >= vocab:
+        raise RequestError(
+            f"stop_token_ids and end-of-text are all {vocab} ids, so min_tokens "
+            f"{params.min_tokens} leaves nothing to draw",
+            "stop_token_ids",
+        )
+
+
 _FLOAT_RANGES = (
     ("temperature", 0.0, 1e4),
     ("top_p", 0.0, 1.0),
@@ -98,6 +109,13 @@ def _check_length(request: Request, bounds: Bounds) -> None:
             f"the prompt has {num_prompt} tokens; with {wish} to generate that is {needed}, but "
             f"the context holds {bounds.max_model_len}; shorten the prompt or lower max_tokens",
             "prompt" if asked is None or num_prompt >= bounds.max_model_len else "max_tokens",
+        )
+    least = num_prompt + request.sampling.min_tokens
+    if asked is None and least > bounds.max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens; with min_tokens {request.sampling.min_tokens} "
+            f"that is {least}, but the context holds {bounds.max_model_len}",
+            "min_tokens",
         )
     if num_prompt > bounds.num_pool_tokens:
         raise RequestError(

@@ -62,6 +62,7 @@ def serve(
     Raises ConfigError, ArtifactError, TextError or EngineStartError when it cannot start; the port
     is taken before anything is loaded.
     """
+    _check_api_key(config.api_key)
     with contextlib.closing(bind(config.host, config.port)) as listener:
         opened = open_for_serving(artifact)
         if config.require_accepted:
@@ -197,6 +198,12 @@ async def _announce_when_up(
     host, port = listener.getsockname()[:2]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     announce(model, f"http://{shown}:{port}")
+
+
+def _check_api_key(key: str | None) -> None:
+    """Only a key that can be sent: HTTP trims header values, and clients send ASCII."""
+    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError("--api-key must be printable ASCII without spaces, and not empty")
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -77,9 +77,15 @@ class TextProcessor:
         return cls(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. A text that already begins with BOS does not get a second one."""
+        """Token ids of `text`. A text that already begins with BOS does not get a second one.
+
+        TextError: the text holds lone surrogates, as Python makes of bytes that are not UTF-8.
+        """
         # `encode` would hold the interpreter lock for as long as it takes, the batch call does not.
-        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            raise TextError("the text is not valid Unicode; give it as UTF-8") from error
         ids: list[int] = batch[0].ids
         doubled = self._adds_bos and ids[:2] == [self._bos_id, self._bos_id]
         return ids[1:] if doubled and add_special_tokens else ids
@@ -152,7 +158,12 @@ class TextProcessor:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> TextStream:
-        """Incremental detokenizing for one continuation of a prompt (keeps a leading space)."""
+        """Incremental detokenizing for one continuation of a prompt (keeps a leading space).
+
+        TextError: a stop string is empty.
+        """
+        if "" in stop:
+            raise TextError("a stop string is empty: it would end every answer before it begins")
         table = self._pieces.visible if skip_special_tokens else self._pieces.raw
         return TextStream(table, stop, include_stop, min_tokens)
 

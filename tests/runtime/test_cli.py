@@ -211,3 +211,36 @@ def test_gauges_return_to_their_start(server: dict[str, Any]) -> None:
             return
         time.sleep(0.05)
     pytest.fail(f"gauges are {values}")
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "-"], ["chat"]])
+def test_input_that_is_not_utf8_is_refused(
+    command: list[str],
+    art: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    garbled = io.TextIOWrapper(io.BytesIO(b"caf\xe9 \xff\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", garbled)
+    assert "not valid Unicode" in refused([command[0], str(art), *command[1:]], capsys)
+
+
+def test_an_empty_stop_string_is_refused(art: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", str(art), "--prompt", "a", "--stop", ""]
+    assert "a stop string is empty" in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize("key", ["", " ", "k\u00e9y", "a\nb", "key "])
+def test_a_key_that_cannot_be_sent_is_refused(
+    key: str, art: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused(["serve", str(art), "--port", "0", "--api-key", key], capsys)
+    assert "--api-key must be" in error
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_load_test(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "none" / "x.json"
+    error = refused(["bench", "http://127.0.0.1:9", "--json", str(report)], capsys)
+    assert "No such file or directory" in error

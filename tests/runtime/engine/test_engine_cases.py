@@ -455,6 +455,18 @@ def test_sampling_parameters_out_of_range(field: str, bad: object) -> None:
     assert_idle(engine)
 
 
+def test_min_tokens_that_cannot_be_met() -> None:
+    engine = make_engine(max_model_len=32)
+    every = tuple(range(VOCAB))
+    with pytest.raises(RequestError, match="leaves nothing to draw"):
+        engine.add(request("a", prompt_of(1, 4), min_tokens=2, stop_token_ids=every, seed=1))
+    with pytest.raises(RequestError, match="min_tokens 29.* 33, but the context holds 32"):
+        engine.add(request("a", prompt_of(1, 4), min_tokens=29, max_tokens=None))
+    assert_idle(engine)
+    done = run(engine, [request("a", prompt_of(1, 4), stop_token_ids=every)])["a"]
+    assert len(done.token_ids) == 1
+
+
 def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
     engine = make_engine()
     engine.add(request("a", prompt_of(1, 4)))

@@ -100,6 +100,14 @@ def test_damage_and_impossible_settings_stop_the_start(
         small(tmp_path / "absent")
 
 
+def test_more_threads_or_memory_than_there_are(tiny_model: Make, dense_artifact: Make) -> None:
+    path = dense_artifact(tiny_model("llama"))
+    with pytest.raises(ConfigError, match="num_threads 100000: this machine has"):
+        small(path, num_threads=100_000)
+    with pytest.raises(ConfigError, match="KV pool of 99999999999 blocks takes .* GiB"):
+        Engine.from_artifact(path, EngineConfig(num_gpu_blocks_override=99_999_999_999))
+
+
 def test_max_model_len_bounds_requests(tiny_model: Make, dense_artifact: Make) -> None:
     engine = small(dense_artifact(tiny_model("llama")), max_model_len=48)
     one = Request(id="a", prompt=prompt_of(1, 40), sampling=SamplingParams(ignore_eos=True))
