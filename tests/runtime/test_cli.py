@@ -197,6 +197,18 @@ def test_scoring_is_the_same_cold_and_warm(server: dict[str, Any]) -> None:
     assert cold["token_logprobs"][1:] == pytest.approx(warm["token_logprobs"][1:], abs=1e-4)
 
 
+def test_c03_any_bytes_the_model_says_are_json_and_exact(server: dict[str, Any]) -> None:
+    """A random model at temperature 2 mostly says pieces of characters."""
+    messages = [{"role": "user", "content": "hello"}]
+    for seed in range(30):
+        body = {"messages": messages, "temperature": 2.0, "seed": seed, "max_tokens": 1 + seed % 3,
+                "logprobs": True, "top_logprobs": 2, "repetition_penalty": 1e-300}  # fmt: skip
+        answer = httpx.post(f"{server['url']}/v1/chat/completions", json=body, timeout=30)
+        choice = answer.json()["choices"][0]
+        data = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
+        assert data.decode("utf-8", "replace") == choice["message"]["content"]
+
+
 def test_gauges_return_to_their_start(server: dict[str, Any]) -> None:
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
