@@ -16,7 +16,7 @@ from typing import Any
 
 from quant.artifact.durable import storage_errors
 from quant.artifact.manifest import MANIFEST_NAME
-from quant.artifact.shipped import Kind, resolve_input
+from quant.artifact.shipped import Kind, local_path, resolve_input
 from quant.calibration import Calibration, load_calibration
 from quant.checkpoint import Source
 from quant.errors import CalibrationError, PipelineError, QuantError, RecipeError
@@ -172,6 +172,10 @@ def check_out(job: Job, *, overwrite: bool) -> None:
     """
     if job.out.name in ("", ".."):
         raise PipelineError(f"--out {job.out}: expected the name of a directory to make")
+    try:
+        local_path(str(job.out.absolute()))
+    except FileNotFoundError as error:
+        raise PipelineError(f"--out {error}") from error
     with storage_errors(job.out):
         if (job.out / MANIFEST_NAME).exists() and not overwrite:
             raise PipelineError(

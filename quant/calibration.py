@@ -240,7 +240,7 @@ def _account(
     chosen = {id(windows): windows for windows, _ in used}.values()
     total = sum(c.num_tokens for c in cut)
     coverage = Coverage(
-        files=tuple(str(path) for path in files),
+        files=tuple(sorted(path.name for path in files)),
         rows=counts.rows,
         blank=counts.blank,
         duplicates=num_rows - len(documents),

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quant.errors import NonFiniteError, SourceError, first_line
+from quant.errors import NonFiniteError
 from quant.modelling import HEAD_WEIGHT, Skeleton
 
 # Source tensors that no artifact holds, and why: computed from config.json, or equal to another.
@@ -120,19 +120,6 @@ class Source(ABC):
         """Tensors that the model class does not use; they are copied as they are."""
         used = set(self.skeleton.parameter_shapes) | set(self.dropped())
         return tuple(name for name in self.names if name not in used)
-
-
-def load_tokenizer(path: Path, **options: Any) -> Any:
-    """The tokenizer in a directory (or, by `gguf_file`, in a file of it); SourceError if unusable."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, **options)
-    except Exception as error:  # each tokenizer class raises what its file format raises
-        raise SourceError(
-            f"{path}: the tokenizer cannot be loaded ({type(error).__name__}: "
-            f"{first_line(error)}); fetch the tokenizer files again"
-        ) from error
 
 
 def file_sha256(path: Path) -> str:

@@ -104,8 +104,9 @@ DType = Annotated[
 ]  # fmt: skip
 Device = Annotated[str, typer.Option(help="Where layers are computed: cpu, cuda, cuda:1.")]
 Threads = Annotated[
-    int | None, typer.Option(min=1, max=1024, help="CPU threads. Part of what fixes the exact bytes.",
-                             show_default="torch's own"),
+    int | None,
+    typer.Option(min=1, max=1024, help="CPU threads. Part of what fixes the exact bytes.",
+                 show_default="torch's own"),
 ]  # fmt: skip
 EveryModule = Annotated[
     bool, typer.Option("--all", help="One line per module instead of one per kind.")
@@ -378,6 +379,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_fail(f"{error.format_message()} (quantize --help shows every option)"))
     except (QuantError, ArtifactError) as error:
         sys.exit(_fail(str(error)))
+    except OSError as error:  # the system refused: an unreadable file, a full disk behind stdout
+        sys.exit(_fail(f"{error.filename or 'the output'}: {error.strerror or error}"))
     except MemoryError:
         sys.exit(_fail("out of memory; use fewer --samples or shorter --max-tokens"))
     if code == EXIT_INTERRUPTED:  # typer's answer to Ctrl-C

@@ -24,9 +24,9 @@ from gguf import GGUFReader, dequantize
 from torch import Tensor
 from transformers import AutoConfig
 
-from quant.checkpoint import Source, file_sha256, load_tokenizer
+from quant.checkpoint import Source, file_sha256
 from quant.errors import SourceError, UnsupportedModelError
-from quant.modelling import FAMILIES, check_family, check_tensors
+from quant.modelling import FAMILIES, check_family, check_tensors, load_tokenizer
 
 # llama.cpp's tensor names of a decoder, without `blk.N.`; norms differ by family.
 LEAVES = {

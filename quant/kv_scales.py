@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from quant.artifact.errors import SchemeError
 from quant.artifact.layout import FP8, FP8_MAX
 from quant.capture import Stream, collect_kv
 from quant.modelling import KVTap
@@ -41,8 +42,19 @@ def choose_scales(
     """Key and value scale, [1] each in `dtype`, from the valid tokens of `stream`."""
     attention = layer.get_submodule("self_attn")
     largest = collect_kv(attention, attention.get_submodule("o_proj"), stream, run)
-    key, value = (torch.tensor([scale_for(absmax)], dtype=dtype) for absmax in largest)
+    key, value = (_stored(scale_for(absmax), absmax, dtype) for absmax in largest)
     return key, value
+
+
+def _stored(scale: float, absmax: float, dtype: torch.dtype) -> Tensor:
+    """The scale, [1], in the dtype it is kept in; SchemeError when that cannot hold it."""
+    stored = torch.tensor([scale], dtype=dtype)
+    if not bool(torch.isfinite(stored).all()):
+        raise SchemeError(
+            f"keys or values reach {absmax:.4g}, whose fp8 scale {scale:.4g} does not fit {dtype}; "
+            "set `dtype: bfloat16`, or `kv_cache: none`"
+        )
+    return stored
 
 
 def fake_quantize_kv(key_scale: Tensor, value_scale: Tensor) -> KVTap:

@@ -18,11 +18,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -234,6 +240,17 @@ def _empty_model(config: Mapping[str, Any], where: str) -> Any:
 
 def _parameter(tensor: Tensor, device: torch.device) -> nn.Parameter:
     return nn.Parameter(tensor.to(device, torch.float32), requires_grad=False)
+
+
+def load_tokenizer(path: Path, **options: Any) -> Any:
+    """The tokenizer of a directory (by `gguf_file`: of a file in it); SourceError if unusable."""
+    try:
+        return AutoTokenizer.from_pretrained(path, **options)
+    except Exception as error:  # each tokenizer class raises what its file format raises
+        raise SourceError(
+            f"{path}: the tokenizer cannot be loaded ({type(error).__name__}: "
+            f"{first_line(error)}); fetch the tokenizer files again"
+        ) from error
 
 
 def layer_of(name: str) -> int:

@@ -17,7 +17,7 @@ It does not know how a layer computes (`quant.modelling`), how codes are chosen 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,12 +219,24 @@ def start_job(
         batches = make_batches(calibration.samples, recipe.calibration.batch_tokens)
         streams.append(Stream(batches=batches))
     embedding = stored_tensors(source, settings.dtype, ["model.embed_tokens.weight"])
+    check_ids(source, streams)
     for stream in streams:
         stream.hidden = skeleton.embed(embedding, [batch.token_ids for batch in stream.batches])
     return Job(
         source=source, plan=plan, skeleton=skeleton, writer=writer, settings=settings,
         calibration=streams[1] if len(streams) > 1 else None, probe=streams[0],
     )  # fmt: skip
+
+
+def check_ids(source: Source, streams: Sequence[Stream]) -> None:
+    """SourceError when the tokenizer makes an id that the model has no embedding for."""
+    rows = source.shape("model.embed_tokens.weight")[0]
+    largest = max(int(batch.token_ids.max()) for stream in streams for batch in stream.batches)
+    if largest >= rows:
+        raise SourceError(
+            f"{source.path}: the tokenizer makes the id {largest}, but the model has {rows} "
+            "embeddings; the tokenizer files are of another model"
+        )
 
 
 def needs_windows(plan: Plan) -> bool:
@@ -235,7 +247,10 @@ def needs_windows(plan: Plan) -> bool:
 def probe_ids(source: Source) -> list[list[int]]:
     """Token ids of the probe prompts."""
     tokenizer = source.tokenizer()
-    return [list(tokenizer(text)["input_ids"]) for text in PROBE_TEXTS]
+    ids = [list(tokenizer(text)["input_ids"]) for text in PROBE_TEXTS]
+    if not all(ids):
+        raise SourceError(f"{source.path}: the tokenizer makes no tokens of plain English")
+    return ids
 
 
 def stored_layer(job: Job, index: int) -> dict[str, Tensor]:

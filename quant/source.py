@@ -22,14 +22,17 @@ from torch import Tensor
 from quant.artifact.errors import UnsafeCheckpointError
 from quant.artifact.shipped import local_path
 from quant.artifact.store import CheckpointReader
-from quant.checkpoint import Source, file_sha256, load_tokenizer
+from quant.checkpoint import Source, file_sha256
 from quant.errors import AlreadyQuantizedError, SourceError
-from quant.modelling import check_family, check_tensors
+from quant.modelling import check_family, check_tensors, load_tokenizer
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+# Where transformers keeps a tokenizer's chat templates but for the default one.
+MORE_TEMPLATES = "additional_chat_templates"
 
 # Never copied: weights, code, and the files that every artifact writes anew.
 NOT_COPIED_SUFFIXES = PICKLE_SUFFIXES | {
@@ -85,16 +88,15 @@ class HFSource(Source):
 
     @cached_property
     def digest(self) -> str:
-        chosen = [p for p in sorted(self.path.iterdir()) if p.is_file() and _is_model_file(p)]
-        lines = [f"{p.name} {file_sha256(p)}\n" for p in chosen]
+        lines = [
+            f"{name} {file_sha256(path)}\n"
+            for name, path in _files_of(self.path)
+            if _is_model_file(path)
+        ]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def files(self) -> dict[str, bytes]:
-        return {
-            path.name: path.read_bytes()
-            for path in sorted(self.path.iterdir())
-            if path.is_file() and _is_copied(path)
-        }
+        return {name: path.read_bytes() for name, path in _files_of(self.path) if _is_copied(path)}
 
     def tokenizer(self) -> Any:
         return load_tokenizer(self.path, trust_remote_code=False)
@@ -253,6 +255,13 @@ def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
             f"tensor model.embed_tokens.weight is {dtype}; expected one of {', '.join(DTYPES)}"
         )
     return dtype
+
+
+def _files_of(directory: Path) -> list[tuple[str, Path]]:
+    """(name in the directory, path) of every file of a model, sorted."""
+    found = [*directory.iterdir(), *(directory / MORE_TEMPLATES).glob("*.jinja")]
+    named = ((path.relative_to(directory).as_posix(), path) for path in found if path.is_file())
+    return sorted(named)
 
 
 def _is_copied(path: Path) -> bool:

@@ -179,8 +179,9 @@ def _free_bytes(path: Path) -> int:
 
 
 def _disk_full(path: Path, needed: int, free: int) -> StorageError:
+    other = ", so inodes or a quota ran out" if free >= needed else ""
     return StorageError(
-        f"the disk is full: {path} needs {needed:,} bytes, {free:,} are free. Free some space and "
+        f"the disk is full: {path} needs {needed:,} bytes, {free:,} are free{other}. Make room and "
         "run the same command again: finished shards are kept and it will resume after them"
     )
 

@@ -45,9 +45,11 @@ def local_path(name: str) -> Path:
     try:
         path = Path(name).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as error:  # too long, not searchable; no such user's home
-        reason = getattr(error, "strerror", None) or error
-        raise FileNotFoundError(f"{name:.80}: {reason}") from None
+        name.encode()
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:  # too long; no such home; bytes
+        reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+        shown = name[:80].encode(errors="replace").decode()
+        raise FileNotFoundError(f"{shown}: {reason}") from None
     return path
 
 

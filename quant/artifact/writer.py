@@ -14,7 +14,7 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -346,7 +346,7 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 def _other_job(staging: Path, job_path: Path, identity: dict[str, Any]) -> str:
     try:
         found = json.loads(job_path.read_bytes())["job"]
-        differing = sorted(k for k in {*found, *identity["job"]} if _differs(found, identity, k))
+        differing = list(_differences(found, json.loads(canonical_json(identity["job"]))))
     except (ValueError, KeyError, TypeError):
         differing = ["job.json unreadable"]
     return (
@@ -355,5 +355,12 @@ def _other_job(staging: Path, job_path: Path, identity: dict[str, Any]) -> str:
     )
 
 
-def _differs(found: dict[str, Any], identity: dict[str, Any], key: str) -> bool:
-    return bool(found.get(key) != json.loads(canonical_json(identity["job"])).get(key))
+def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
+    """`recipe`, `tools.threads (4, now 2)`: keys that differ, with their values when short."""
+    for key in sorted({*found, *wanted}):
+        before, now = found.get(key), wanted.get(key)
+        if isinstance(before, dict) and isinstance(now, dict):
+            yield from (f"{key}.{inner}" for inner in _differences(before, now))
+        elif before != now:
+            values = f"{before}, now {now}"
+            yield f"{key} ({values})" if len(values) <= 60 else key

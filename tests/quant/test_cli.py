@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import resource
 import shutil
@@ -263,3 +264,38 @@ def test_a_full_disk_is_refused_before_calibration(
     assert code == 2
     assert "make room or name another place" in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_output_that_cannot_be_written_is_one_line(
+    quantize: Run, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        text = io.TextIOWrapper(full, encoding="utf-8", write_through=True)
+        monkeypatch.setattr(out_console, "_file", text)
+        code, _, err = quantize("plan", "--recipe", "w8a8.yaml", "--model", tiny_model())
+    assert code == 2
+    assert err.strip() == "error: the output: No space left on device"
+
+
+def test_names_that_are_not_utf8(
+    quantize: Run, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    code, _, err = quantize("--recipe", "w8a8.yaml", "--model", tiny_model(), "--out", "o\udcff")
+    assert code == 2
+    assert "error: --out " in err
+    assert quantize("--recipe", "w8a8.yaml", "--model", "m\udcff")[0] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_calibration_files_in_any_order_from_anywhere_give_the_same_artifact(
+    quantize: Run, small_run: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "more.jsonl").write_text('{"text": "The fee is due in thirty days."}\n')
+    head, calib, tail = small_run[:4], small_run[4:6], small_run[6:]
+    digests = set()
+    for out, order in (("a", (calib, ("--calib", "more.jsonl"))),
+                       ("b", (("--calib", tmp_path / "more.jsonl"), calib))):  # fmt: skip
+        code, _, err = quantize(*head, *order[0], *order[1], *tail, "--out", out)
+        assert code == 0, err
+        digests.add(open_artifact(tmp_path / out).digest)
+    assert len(digests) == 1

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quant.api import quantize
+from quant.artifact.artifact import open_artifact, verify
+from quant.artifact.errors import SchemeError
 from quant.errors import AlreadyQuantizedError, SourceError
 from quant.source import open_source
 
@@ -100,3 +102,40 @@ def test_tensors_that_are_no_weights_of_this_model(
 def test_names_that_cannot_be_looked_up(name: str) -> None:
     with pytest.raises(SourceError):
         open_source(name)
+
+
+def test_a_tokenizer_of_a_larger_model_is_refused(model_copy: Path, tmp_path: Path) -> None:
+    tokenizer = json.loads((model_copy / "tokenizer.json").read_text())
+    last = {"id": 900, "content": "Agreement", "special": True, "single_word": False,
+            "lstrip": False, "rstrip": False, "normalized": False}  # fmt: skip
+    tokenizer["model"]["vocab"].update({f"<fill{i}>": i for i in range(300, 900)})
+    tokenizer["added_tokens"].append(last)
+    (model_copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(SourceError, match=r"makes the id 900, but the model has 300 embeddings"):
+        quantize(model_copy, "w8a8.yaml", out=tmp_path / "art")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_further_chat_templates_are_kept(model_copy: Path, tmp_path: Path) -> None:
+    folder = model_copy / "additional_chat_templates"
+    folder.mkdir()
+    before = open_source(str(model_copy)).digest
+    (folder / "tool_use.jinja").write_text("{{ messages }}")
+    assert open_source(str(model_copy)).digest != before
+    art = quantize(model_copy, "w8a8.yaml", out=tmp_path / "art")
+    assert (art / "additional_chat_templates/tool_use.jinja").read_text() == "{{ messages }}"
+    assert verify(art) == []
+
+
+def test_kv_scales_that_do_not_fit_name_the_way_out(model_copy: Path, tmp_path: Path) -> None:
+    path = model_copy / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    save_file({**tensors, name: tensors[name] * 1e9}, path, metadata={"format": "pt"})
+    recipe, calib = tmp_path / "r.yaml", tmp_path / "c.jsonl"
+    recipe.write_text("scheme: dense\nmethod: none\nkv_cache: fp8\ndtype: bfloat16\n")
+    calib.write_text('{"text": "The fee is due in thirty days."}\n')
+    art = quantize(model_copy, recipe, calib, out=tmp_path / "art")
+    assert open_artifact(art).kv_scales(1) is not None
+    with pytest.raises((SchemeError, SourceError), match="does not fit torch.float16"):
+        quantize(model_copy, recipe, calib, out=tmp_path / "art16", dtype="float16")
