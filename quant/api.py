@@ -127,7 +127,7 @@ def calibrate(job: Job) -> Calibration | None:
     if not job.calib:
         raise CalibrationError(
             f"recipe {job.recipe.name} needs calibration text; give --calib FILE (JSONL, rows like "
-            "the requests the model will get), or use --method rtn"
+            f"the requests the model will get), or {_way_around(job.recipe)}"
         )
     return load_calibration(job.calib, job.source.tokenizer(), job.recipe.calibration)
 
@@ -205,6 +205,10 @@ def find_input(name: PathLike, kind: Kind, error: type[QuantError]) -> Path:
         return resolve_input(str(name), kind)
     except FileNotFoundError as missing:
         raise error(str(missing)) from missing
+
+
+def _way_around(recipe: Recipe) -> str:
+    return "use --method rtn" if recipe.kv_cache == "none" else "set `kv_cache: none`"
 
 
 def _partial(out: Path) -> Path:

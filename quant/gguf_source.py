@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from quant.checkpoint import Source, file_sha256
-from quant.errors import SourceError, UnsupportedModelError
+from quant.errors import SourceError, UnsupportedModelError, first_line
 from quant.modelling import FAMILIES, check_family, check_tensors, load_tokenizer
 
 # llama.cpp's tensor names of a decoder, without `blk.N.`; norms differ by family.
@@ -148,7 +148,14 @@ class GGUFSource(Source):
         return found
 
     def _make_config(self) -> dict[str, Any]:
-        parsed = AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name).to_dict()
+        try:
+            read = AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        except Exception as error:  # it parses the file anew, and checks the config it makes of it
+            raise SourceError(
+                f"{self.path}: its metadata makes no model configuration "
+                f"({type(error).__name__}: {first_line(error)}); fetch the file again"
+            ) from error
+        parsed = read.to_dict()
         config = {key: value for key, value in parsed.items() if key not in NOISE}
         config["model_type"] = self._family.model_type
         config["architectures"] = [FAMILIES[self._family.model_type].architecture]

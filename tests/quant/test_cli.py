@@ -299,3 +299,13 @@ def test_calibration_files_in_any_order_from_anywhere_give_the_same_artifact(
         assert code == 0, err
         digests.add(open_artifact(tmp_path / out).digest)
     assert len(digests) == 1
+
+
+def test_an_fp8_cache_without_calibration_names_its_own_way_out(
+    quantize: Run, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "r.yaml").write_text("scheme: fp8\nmethod: rtn\nkv_cache: fp8\n")
+    code, _, err = quantize("--recipe", "r.yaml", "--model", tiny_model())
+    assert code == 2
+    assert "give --calib FILE" in err
+    assert "or set `kv_cache: none`" in err

@@ -13,7 +13,7 @@ from gguf import GGUFWriter
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from quant.errors import UnsupportedModelError
+from quant.errors import SourceError, UnsupportedModelError
 from quant.gguf_source import LEAVES, OUTER, TWO_NORMS
 from quant.source import open_source
 
@@ -116,3 +116,19 @@ def test_the_real_model_is_what_transformers_reads(smollm2_gguf: Path) -> None:
     for name in source.names:
         if ".layers." not in name or ".layers.0." in name or ".layers.29." in name:
             assert torch.equal(source.tensor(name), expected[name]), name
+
+
+def test_garbled_metadata_never_escapes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    write_gguf(path, tiny_model())
+    whole = path.read_bytes()
+    at = whole.index(b"llama.attention.head_count") + len(b"llama.attention.head_count") + 4
+    for spoiled in (
+        whole[:at] + (7).to_bytes(4, "little") + whole[at + 4 :],  # 64 is no multiple of 7
+        whole[:at],
+        whole[:200],
+        whole[:-5000],
+    ):
+        path.write_bytes(spoiled)
+        with pytest.raises(SourceError, match=r"bad\.gguf"):
+            open_source(str(path))
