@@ -106,6 +106,12 @@ def test_another_jobs_staging_is_refused_or_restarted(out: Path) -> None:
         assert restarted.committed == frozenset()
 
 
+def test_what_differs_is_named_down_to_the_setting(out: Path) -> None:
+    writer(out, job={"recipe": "x", "tools": {"threads": "4", "torch": "2"}}).close()
+    with pytest.raises(StorageError, match=r"differs in: tools\.threads \(4, now 2\)\. Run"):
+        writer(out, job={"recipe": "x", "tools": {"threads": "2", "torch": "2"}})
+
+
 def test_a_folder_of_someone_elses_is_not_cleared(out: Path) -> None:
     staging = out.with_name(out.name + ".partial")
     staging.mkdir()
