@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
+from pathlib import Path
 from statistics import quantiles
 from typing import Any
 from urllib.parse import urlsplit
@@ -96,6 +97,14 @@ class Run:
 
     outcomes: list[Outcome]
     duration_s: float
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError unless a report can be written there: before a load test, not after it."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}") from error
 
 
 def run_load(load: Load) -> Run:

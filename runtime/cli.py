@@ -336,10 +336,10 @@ def bench_command(
     Latency and throughput are over successful requests only; nothing is retried. Each request is
     one of: ok, http_503 and the like, error_frame, cut (no end marker), empty, timeout, connect.
     """
-    from runtime.bench import Load, render_report, run_load, summarize
+    from runtime.bench import Load, check_writable, render_report, run_load, summarize
 
     if json_out is not None:
-        _check_writable(json_out)
+        check_writable(json_out)
     load = Load(
         url=url, num_requests=requests, concurrency=concurrency, prompt=prompt,
         max_tokens=max_tokens, temperature=temperature, timeout_s=timeout, api_key=api_key,
@@ -413,18 +413,10 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 
 def _stdin() -> TextIO:
-    """stdin, with bytes that are not UTF-8 left for the tokenizer to refuse."""
+    """stdin; the tokenizer refuses what is not UTF-8."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     return sys.stdin
-
-
-def _check_writable(path: Path) -> None:
-    """Before a load test, not after it."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}") from error
 
 
 def _say(piece: str) -> None:
