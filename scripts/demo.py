@@ -71,7 +71,7 @@ def greet(console: Console, model: Path) -> None:
         Panel(
             f"Model      {model.name}\n"
             "Job        calibrate on contracts, pack to 4 bit, weigh against the original, serve\n"
-            "Machine    no GPU needed; about five minutes on two cores",
+            "Machine    no GPU needed; some minutes on two cores",
             title="Weighbridge demo",
             expand=False,
         )
