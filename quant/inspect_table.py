@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from quant.artifact.stamp import judged_by
 from quant.artifact.summary import InspectSummary
 from quant.plan_table import size
 
@@ -47,7 +48,8 @@ def _verdict(summary: InspectSummary) -> str:
     if summary.stamp is None:
         return "none yet: run `evaluate` on it"
     stamp = summary.stamp
-    return f"{stamp.verdict} on {stamp.judged_at:.10} against {stamp.base}; {stamp.summary}"
+    by = f"{stamp.verdict} on {stamp.judged_at:.10} by {judged_by(stamp)} against {stamp.base}"
+    return f"{by}; {stamp.summary}" if stamp.summary else by
 
 
 def _schemes(summary: InspectSummary) -> Table:

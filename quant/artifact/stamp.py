@@ -6,6 +6,7 @@ writes the stamp; it does not decide verdicts.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Literal
@@ -14,9 +15,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quant.artifact.errors import ManifestError, StorageError
 from quant.artifact.jsonio import canonical_json, check_version, parse_object, validation_message
+from quant.artifact.shipped import shipped_dir
 
 STAMP_NAME = "gate.json"
 STAMP_VERSION = "1.0"
+DEFAULT_GATES = "gates/default.yaml"
 Verdict = Literal["accepted", "rejected", "inconclusive"]
 
 
@@ -63,6 +66,20 @@ class Stamp(BaseModel):
     metrics: tuple[MetricRecord, ...] = ()
     numerics: Numerics
     summary: str = ""
+
+
+def judged_by(stamp: Stamp) -> str:
+    """By which gates the verdict was given: `default gates`, or `own gates (sha256 0123abcd...)`.
+
+    The default ones are those shipped with this installation, compared by the bytes of the file.
+    """
+    try:
+        default = (shipped_dir("recipes") / DEFAULT_GATES).read_bytes()
+    except OSError:  # an installation without its recipes can still show a stamp
+        return f"gates with sha256 {stamp.gates_sha256[:8]}..."
+    if stamp.gates_sha256 == hashlib.sha256(default).hexdigest():
+        return "default gates"
+    return f"own gates (sha256 {stamp.gates_sha256[:8]}...)"
 
 
 def read_stamp(directory: Path) -> Stamp | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from quant.artifact.artifact import open_artifact, verify
@@ -24,9 +26,18 @@ from quant.artifact.errors import (
     UnsafeCheckpointError,
 )
 from quant.artifact.layout import QuantizedWeight, dequantize
-from quant.artifact.stamp import MetricRecord, Numerics, Stamp, read_stamp, write_stamp
+from quant.artifact.shipped import shipped_dir
+from quant.artifact.stamp import (
+    MetricRecord,
+    Numerics,
+    Stamp,
+    judged_by,
+    read_stamp,
+    write_stamp,
+)
 from quant.artifact.store import INDEX_NAME
 from quant.artifact.summary import inspect
+from quant.inspect_table import render_inspection
 
 SHARD = "model-00002-of-00003.safetensors"
 SCALE = "model.layers.0.mlp.up_proj.weight_scale"
@@ -370,6 +381,24 @@ def test_a_stamp_counts_only_for_the_bytes_it_judged(artifact_dir: Path) -> None
     gate.write_text("{")
     with pytest.raises(ManifestError, match="not valid JSON"):
         read_stamp(artifact_dir)
+
+
+def test_a_stamp_says_by_which_gates_it_was_given(
+    artifact_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = stamp(GOLDEN_DIGEST)
+    default = (shipped_dir("recipes") / "gates" / "default.yaml").read_bytes()
+    shipped = own.model_copy(update={"gates_sha256": hashlib.sha256(default).hexdigest()})
+    assert judged_by(shipped) == "default gates"
+    assert judged_by(own) == "own gates (sha256 00000000...)"
+    for given, expected in ((shipped, "by default gates against"), (own, "by own gates (sha256")):
+        write_stamp(artifact_dir, given)
+        shown = io.StringIO()
+        summary = inspect(open_artifact(artifact_dir))
+        Console(file=shown, width=200).print(render_inspection(summary))
+        assert expected in shown.getvalue()
+    monkeypatch.setattr("quant.artifact.stamp.shipped_dir", lambda kind: tmp_path / "absent")
+    assert judged_by(shipped).startswith("gates with sha256 ")
 
 
 def test_summary(golden_dir: Path) -> None:
