@@ -5,7 +5,7 @@ Only words and columns; what they say is decided in `quant.plan` and `quant.esti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -16,9 +16,26 @@ from quant.estimate import Estimate, row_bytes
 from quant.plan import Plan, PlanRow, general_name, layer_ranges
 
 
-def render_plan(plan: Plan, cost: Estimate, *, tokens: int, every_module: bool = False) -> Group:
-    """The plan as a table (one line per kind of module, or per module) with its cost below."""
-    return Group(_table(plan, every_module), Text(), _totals(plan, cost, tokens), *_notes(plan))
+def render_plan(
+    plan: Plan,
+    cost: Estimate,
+    *,
+    tokens: int,
+    every_module: bool = False,
+    gguf_bytes: int | None = None,
+) -> Group:
+    """The plan as a table (one line per kind of module, or per module) with its cost below.
+
+    gguf_bytes: size of the source's file when it is a GGUF. Fits 80 columns: what a row has to
+    say is a number in the table and a line below it, once for all rows that share it.
+    """
+    rows = [[row] for row in plan.rows] if every_module else _kinds(plan.rows)
+    remarks = _remarks(plan, rows)
+    parts = [_table(plan, rows, list(remarks), every_module), Text()]
+    if remarks:
+        what = "modules" if every_module else "kinds of module"
+        parts += [_remark_lines(remarks, what), Text()]
+    return Group(*parts, _totals(plan, cost, tokens, gguf_bytes), *_warnings(plan))
 
 
 def size(num_bytes: float) -> str:
@@ -35,22 +52,30 @@ def duration(seconds: float) -> str:
     if seconds < 1:
         return "under 1 s"
     if seconds < 90:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1g} s"
+        return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _table(plan: Plan, every_module: bool) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+def _table(
+    plan: Plan, rows: Sequence[Sequence[PlanRow]], remarks: Sequence[str], every_module: bool
+) -> RenderableType:
+    gap = 0 if every_module else 1  # beside the box's own space; whole names need the room
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
+        padding=(0, gap),
+    )  # fmt: skip
     table.add_column("module", overflow="fold", min_width=16)
-    table.add_column("layers", justify="right")
+    if not every_module:  # else the module's name says it
+        table.add_column("layers", justify="right", overflow="fold")
     table.add_column("out x in", justify="right", no_wrap=True)
     table.add_column("scheme", no_wrap=True)
     table.add_column("method", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("note", overflow="fold")
-    for rows in [[row] for row in plan.rows] if every_module else _kinds(plan.rows):
-        table.add_row(*_cells(rows, plan, every_module))
+    if remarks:
+        table.add_column("note", no_wrap=True)
+    for kind in rows:
+        table.add_row(*_cells(kind, plan, remarks, every_module))
     return table
 
 
@@ -64,19 +89,58 @@ def _kinds(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
     return sorted(kinds.values(), key=lambda kind: order[general_name(kind[0].module)])
 
 
-def _cells(rows: Sequence[PlanRow], plan: Plan, every_module: bool) -> Iterator[str | Text]:
+def _cells(
+    rows: Sequence[PlanRow], plan: Plan, remarks: Sequence[str], every_module: bool
+) -> Iterator[str | Text]:
     row = rows[0]
     layers = [r.layer for r in rows if r.layer is not None]
     style = "dim" if row.scheme.is_dense else ""
     yield Text(row.module if every_module else _short(row.module), style=style)
-    yield Text(layer_ranges(layers), style=style)
+    if not every_module:
+        yield Text(layer_ranges(layers), style=style)
     yield Text(f"{row.shape[0]} x {row.shape[1]}", style=style)
     yield Text(row.scheme.label, style=style)
     yield Text("-" if row.method == "none" else row.method, style=style)
     shared = plan.is_tied and row.module == "lm_head"
     total = 0 if shared else sum(row_bytes(r, plan.dtype) for r in rows)
     yield Text(size(total) if total else "-", style=style)
-    yield Text(row.note, style="yellow" if "divide" in row.note else style)
+    if remarks:
+        numbers = (str(remarks.index(text) + 1) for text in _remarks_of(row, plan))
+        yield Text(", ".join(numbers), style=style)
+
+
+def _remarks(plan: Plan, kinds: Sequence[Sequence[PlanRow]]) -> dict[str, int]:
+    """What there is to say of the rows, in order, and of how many rows it is said."""
+    found: dict[str, int] = {}
+    for rows in kinds:
+        for text in _remarks_of(rows[0], plan):
+            found[text] = found.get(text, 0) + 1
+    return found
+
+
+def _remarks_of(row: PlanRow, plan: Plan) -> Iterator[str]:
+    """The parts of a row's note: why it is treated otherwise, and why its group size differs."""
+    if row.note.startswith("skip: "):  # a pattern follows, which may hold anything
+        yield row.note
+        return
+    for part in filter(None, row.note.split("; ")):
+        if "divide" in part and row.scheme.weights is not None:
+            yield f"{part}: {row.scheme.weights.group_size or 'one scale per channel'} used"
+        elif part.startswith("override "):
+            yield f"{part} takes {plan.overrides[int(part.split()[1]) - 1]}"
+        else:
+            yield part
+
+
+def _remark_lines(remarks: Mapping[str, int], what: str) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for number, (text, rows) in enumerate(remarks.items(), start=1):
+        many = f" ({rows} {what})" if rows > 1 else ""
+        style = "yellow" if "divide" in text else ""
+        grid.add_row(Text(str(number), style=style), Text(text + many, style=style))
+    return grid
 
 
 def _short(module: str) -> str:
@@ -85,12 +149,12 @@ def _short(module: str) -> str:
     return general.rpartition("layers.*.")[2]
 
 
-def _totals(plan: Plan, cost: Estimate, tokens: int) -> RenderableType:
+def _totals(plan: Plan, cost: Estimate, tokens: int, gguf_bytes: int | None) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
-    grid.add_column()
+    grid.add_column(overflow="fold")
     grid.add_row("weights", _weights_line(plan, cost))
-    grid.add_row("size", _size_line(plan, cost))
+    grid.add_row("size", _size_line(plan, cost, gguf_bytes))
     if tokens:
         grid.add_row("calibration", f"at most {tokens:,} tokens")
     memory = f"about {size(cost.peak_memory_bytes)} at the peak, one layer at a time"
@@ -119,15 +183,15 @@ def _count(weights: int) -> str:
     return str(weights)
 
 
-def _size_line(plan: Plan, cost: Estimate) -> str:
+def _size_line(plan: Plan, cost: Estimate, gguf_bytes: int | None) -> str:
     ratio = cost.source_bytes / cost.artifact_bytes
     change = f" ({ratio:.2f}x smaller)" if ratio > 1 else ""
     before, after = size(cost.source_bytes), size(cost.artifact_bytes)
-    return f"{before} in {plan.source_dtype} -> {after}{change}; dense parts in {plan.dtype}"
+    packed = "" if gguf_bytes is None else f"; the GGUF has {size(gguf_bytes)}"
+    dense = f"; dense parts in {plan.dtype}"
+    return f"{before} in {plan.source_dtype} -> {after}{change}{packed}{dense}"
 
 
-def _notes(plan: Plan) -> Iterator[RenderableType]:
-    for number, pattern in enumerate(plan.overrides, start=1):
-        yield Text(f"override {number} takes {pattern}", style="dim")
+def _warnings(plan: Plan) -> Iterator[RenderableType]:
     for warning in plan.warnings:
         yield Text(f"warning: {warning}", style="yellow")

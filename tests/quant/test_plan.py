@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from rich.console import Console
 from quant.artifact.scheme import GROUP_SIZES, PRESETS, with_group_size
 from quant.errors import AlreadyQuantizedError, PlanError, UnsupportedModelError
 from quant.estimate import estimate, row_bytes
-from quant.plan import Plan, fit_group_size, join_layers, make_plan
+from quant.plan import Plan, fit_group_size, general_name, join_layers, make_plan
 from quant.plan_table import duration, render_plan, size
 from quant.recipe import Recipe
 
@@ -23,6 +25,7 @@ CONFIG = {
     "vocab_size": 300,
     "dtype": "bfloat16",
 }
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
 GOOD = "scheme: w4a16\nmethod: gptq\n"
 
 
@@ -180,6 +183,48 @@ def test_the_printed_plan_shows_fallbacks_before_anything_is_spent() -> None:
     assert len(text.splitlines()) < 30
     assert "model.layers.11.mlp.up_proj" in printed(plan(), every_module=True, width=140)
     assert "nothing quantized" in printed(plan("scheme: dense\nmethod: none\n"))
+
+
+@pytest.mark.parametrize("every_module", [False, True])
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_fits_80_columns(path: Path, every_module: bool) -> None:
+    """SmolLM2-135M's widths: 128 does not divide 576. No cell is cropped, no row is wrapped."""
+    found = shapes(576, 1536, 30) | {"lm_head": (49152, 576)}
+    config = {**CONFIG, "hidden_size": 576, "vocab_size": 49152, "tie_word_embeddings": True}
+    made = make_plan(Recipe.load(path), found, 30, config)
+    text = printed(made, width=80, every_module=every_module, gguf_bytes=96_600_000)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\u2026" not in text, "nothing is cropped"
+    table = text.split("\n\n")[0].splitlines()
+    rows = {(r.module if every_module else general_name(r.module), r.scheme, r.note)
+            for r in made.rows}  # fmt: skip
+    assert len(table) == 2 + len(rows), "one line per row"
+    said = text.split("\n\n")[1]
+    words = {word for row in made.rows for part in row.note.split("; ") for word in part.split()}
+    assert words <= set(re.split(r"[\s:]+", said)) | {"skip:"}
+    assert all(p in said.replace("\n", "") for p in made.overrides)
+    assert "the GGUF has 96.6 MB" in " ".join(text.split())
+
+
+def test_a_remark_is_said_once_for_all_rows_that_share_it() -> None:
+    text = printed(plan(GOOD + "overrides:\n  - match: '*.o_proj'\n    group_size: 64\n"), width=80)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "1 128 does not divide 96: 32 used (5 kinds of module)" in lines
+    assert "2 override 1 takes *.o_proj" in lines
+    assert "3 64 does not divide 96: 32 used" in lines
+    assert any(line.startswith("self_attn.o_proj") and line.endswith(" 2, 3") for line in lines)
+
+
+def test_durations_are_plain_numbers_within_half_a_unit() -> None:
+    unit = {"s": 1, "min": 60, "h": 3600}
+    for tenth in range(10, 100_001):
+        words = duration(tenth / 10).split()
+        pairs = list(zip(words[::2], words[1::2], strict=True))
+        assert all(number.isdigit() for number, _ in pairs), words
+        shown = sum(int(number) * unit[name] for number, name in pairs)
+        assert abs(shown - tenth / 10) <= unit[pairs[-1][1]] / 2
+    assert {duration(s / 100) for s in range(100)} == {"under 1 s"}
+    assert [duration(s) for s in (9.4, 9.5, 9.7, 10)] == ["9 s", "10 s", "10 s", "10 s"]
 
 
 def test_names_and_figures_read_well() -> None:
