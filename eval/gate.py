@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eval.errors import EvaluationError
-from eval.gate_spec import METRICS, GateSpec, MetricRule
+from eval.gate_spec import FLOOR_MARGINS, METRICS, GateSpec, MetricRule
 from eval.measurement import Measurement, format_interval, format_value
 from eval.stats import (
     PairedCounts,
@@ -32,9 +32,8 @@ EXIT_CODES: dict[Result, int] = {"accepted": 0, "rejected": 1, "inconclusive": 3
 # bound of the lost rate must lie within the margin too.
 FEW_DISCORDANT = 5
 # Of the items the base got right, at most this many margins may be lost: gains elsewhere must not
-# hide losses. And the base must score this many margins above its floor for a loss to show.
+# hide losses.
 RETENTION_MARGINS = 2
-FLOOR_MARGINS = 2
 MOST_ITEMS = 20_000
 ALARM_P = 0.05
 
@@ -117,7 +116,7 @@ def _evidence(name: str, measurements: Mapping[str, Measurement]) -> Measurement
     if measurement.num_scored == 0:
         raise EvaluationError(
             f"{name}: zero {measurement.counted} were scored, so nothing can be said; "
-            "check that the suite holds usable documents"
+            "check that the suite holds usable documents and gold fields that are not null"
         )
     return measurement
 
@@ -143,7 +142,9 @@ def _answer(rule: MetricRule, m: Measurement, confidence: float) -> _Answer:
             reason=f"the candidate gave NaN, Inf or an error at {m.num_nonfinite} of "
             f"{m.num_scored} {m.counted}",
         )
-    if not math.isfinite(m.estimate):
+    if math.isinf(m.estimate):
+        return _Answer(outcome="fail", reason="the candidate's loss is too large for a number")
+    if math.isnan(m.estimate):
         raise EvaluationError(f"{m.name} is {m.estimate}: the base's own outputs are not finite")
     weak = _too_weak(rule, m)
     answer = (
@@ -174,9 +175,10 @@ def _broken_domain(rule: MetricRule, m: Measurement) -> _Answer | None:
     """Fail for the first domain whose whole interval lies beyond the limit."""
     if not rule.domains:
         return None
+    certainly = rule.model_copy(update={"judge": "bound"})
     for domain, part in m.domains:
-        answer = _judge_bounds(rule, part)
-        if answer.outcome == "fail" and part.num_clusters > 1:
+        answer = _judge_bounds(certainly, part)
+        if answer.outcome == "fail":
             return _Answer(outcome="fail", reason=f"in {domain}, {answer.reason}")
     return None
 
@@ -189,6 +191,11 @@ def _judge_bounds(rule: MetricRule, m: Measurement) -> _Answer:
     if rule.judge == "estimate":
         worst = best = m.estimate
     found = _found(rule, m)
+    if not m.has_interval:
+        return _Answer(
+            outcome="inconclusive",
+            reason=f"{found}; too few {m.clusters} for an interval ({m.num_clusters})",
+        )
     if sign * worst <= limit:
         return _Answer(outcome="pass", reason=f"{found} keeps the limit")
     if sign * best > limit:

@@ -19,24 +19,34 @@ from eval.errors import GateSpecError
 
 LimitKind = Literal["max", "min", "max_drop"]
 
+# Strict: a quoted number or a `yes` where a limit belongs is a slip, not a limit of 1.
+_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+# The base must score this many margins above its floor for a loss to show.
+FLOOR_MARGINS = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricInfo:
-    """What a gates file may say about a metric, and what a person calls it."""
+    """What a gates file may say about a metric, and what a person calls it.
+
+    by_item: each item passes or fails, and the score test always judges bounds.
+    """
 
     label: str
     limit: LimitKind
+    by_item: bool = False
 
 
 METRICS: dict[str, MetricInfo] = {
     "perplexity_ratio": MetricInfo(label="PPL(Q)/PPL(base)", limit="max"),
     "kl_mean": MetricInfo(label="Mean KLD", limit="max"),
     "top1_agreement": MetricInfo(label="Same top p", limit="min"),
-    "json_valid": MetricInfo(label="JSON valid", limit="max_drop"),
-    "schema_valid": MetricInfo(label="Schema valid", limit="max_drop"),
+    "json_valid": MetricInfo(label="JSON valid", limit="max_drop", by_item=True),
+    "schema_valid": MetricInfo(label="Schema valid", limit="max_drop", by_item=True),
     "field_completeness": MetricInfo(label="Fields complete", limit="max_drop"),
     "field_f1": MetricInfo(label="Field F1", limit="max_drop"),
-    "critical_fields": MetricInfo(label="Critical fields", limit="max_drop"),
+    "critical_fields": MetricInfo(label="Critical fields", limit="max_drop", by_item=True),
 }
 
 
@@ -50,7 +60,7 @@ class MetricRule(BaseModel):
     floor: what a model without the skill scores (chance); a base near it cannot show a loss.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = _STRICT
 
     max: float | None = Field(default=None, gt=0)
     min: float | None = Field(default=None, ge=0, le=1)
@@ -64,6 +74,10 @@ class MetricRule(BaseModel):
     def _one_limit(self) -> MetricRule:
         if len(self.kinds) != 1:
             raise ValueError("give exactly one of max, min, max_drop")
+        if self.max_drop and self.floor + FLOOR_MARGINS * self.max_drop > 1:
+            raise ValueError(
+                f"floor + {FLOOR_MARGINS} x max_drop must not exceed 1: no base could show the loss"
+            )
         return self
 
     @property
@@ -91,9 +105,9 @@ class MetricRule(BaseModel):
 class GateSpec(BaseModel):
     """A whole gates file. `confidence` is one-sided; `draws` is for the bootstrap."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = _STRICT
 
-    version: Literal[1]
+    version: int = Field(ge=1, le=1)
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     draws: int = Field(default=10_000, ge=1000, le=1_000_000)
     metrics: dict[str, MetricRule] = Field(min_length=1)
@@ -134,11 +148,14 @@ def parse_gates(text: str, where: str = "gates file") -> GateSpec:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise GateSpecError(f"{where}: not valid YAML: {error}") from error
     if not isinstance(content, dict) or root is None:
         raise GateSpecError(f"{where}: expected a mapping with the keys version and metrics")
-    _refuse_duplicates(root, where)
+    try:
+        _refuse_duplicates(root, where)
+    except RecursionError as error:
+        raise GateSpecError(f"{where}: an anchor that contains itself") from error
     try:
         spec = GateSpec.model_validate(content)
     except ValidationError as error:
@@ -155,6 +172,12 @@ def _check_metric(name: str, rule: MetricRule, where: str) -> None:
         raise GateSpecError(
             f"{where}: {name} takes the limit {METRICS[name].limit!r}, found {rule.kind!r}"
         )
+
+    # What would have no effect is refused: its author believes that it has one.
+    if METRICS[name].by_item and rule.judge == "estimate":
+        raise GateSpecError(f"{where}: {name} is always judged by its bounds, not by its estimate")
+    if rule.kind != "max_drop" and rule.floor:
+        raise GateSpecError(f"{where}: only max_drop metrics have a floor, {name} has none")
 
 
 def _explain(error: ErrorDetails, root: yaml.Node, where: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +42,16 @@ class Measurement:
     num_nonfinite: int = 0
     domains: tuple[tuple[str, Measurement], ...] = ()
 
+    @property
+    def clusters(self) -> str:
+        """What `num_clusters` counts."""
+        return "documents" if self.counted == "tokens" else "items"
+
+    @property
+    def has_interval(self) -> bool:
+        """False when there were too few clusters to say how sure the estimate is."""
+        return math.isfinite(self.lower) and math.isfinite(self.upper)
+
 
 def format_value(value: float, unit: Unit) -> str:
     """A value as a person compares it: 1.0340, 0.0215 nats, 92.1 %, +3.3 pp."""
@@ -56,6 +67,8 @@ def format_value(value: float, unit: Unit) -> str:
 
 def format_interval(estimate: float, lower: float, upper: float, unit: Unit) -> str:
     """An estimate with its bounds, the unit said once: 0.0215 nats [0.0180, 0.0261]."""
+    if not (math.isfinite(lower) and math.isfinite(upper)):
+        return f"{format_value(estimate, unit)} [no interval]"
     low, high = (format_value(bound, unit).removesuffix(" nats") for bound in (lower, upper))
     low, high = (text.removesuffix(" pp").removesuffix("%") for text in (low, high))
     return f"{format_value(estimate, unit)} [{low}, {high}]"

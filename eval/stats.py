@@ -151,20 +151,47 @@ def cluster_bootstrap(sums: np.ndarray, statistic: Statistic, sampling: Sampling
         statistic: maps [D, K] totals to [D] values (for instance exp(total / count)).
         sampling: confidence, draws and seed.
 
-    Returns BCa bounds (Efron 1987) below 200 clusters, percentile bounds from there on. With fewer
-    than two clusters nothing can be resampled and the bounds are infinite.
+    Returns BCa bounds (Efron 1987) below 200 clusters, percentile bounds from there on, at levels
+    expanded for small samples. With fewer than `fewest_clusters` the bounds are infinite.
     """
-    estimate = float(statistic(sums.sum(axis=0, keepdims=True))[0])
-    if len(sums) < 2 or not math.isfinite(estimate):
+    estimate = value(statistic, sums.sum(axis=0, keepdims=True))
+    if len(sums) < fewest_clusters(sampling.confidence) or not math.isfinite(estimate):
         return Interval(estimate=estimate, lower=-math.inf, upper=math.inf)
     values = _draw(sums, statistic, sampling)
     if np.ptp(values) == 0:
         return Interval(estimate=estimate, lower=estimate, upper=estimate)
-    tails = (1 - sampling.confidence, sampling.confidence)
+    confidence = _expanded(sampling.confidence, len(sums))
+    tails = (1 - confidence, confidence)
     if len(sums) < BCA_BELOW:
-        tails = _bca_tails(sums, statistic, values, estimate, sampling.confidence)
+        tails = _bca_tails(sums, statistic, values, estimate, confidence)
     lower, upper = np.quantile(values, tails)
     return Interval(estimate=estimate, lower=float(lower), upper=float(upper))
+
+
+def fewest_clusters(confidence: float) -> int:
+    """The fewest clusters whose range can hold a bound at this confidence.
+
+    A resampled bound never leaves the range of the clusters, and all n lie on one side of the true
+    median with probability 2^-n, which must not exceed 1 - confidence (5 clusters at 0.95).
+    """
+    return max(2, math.ceil(-math.log2(1 - confidence)))
+
+
+def _expanded(confidence: float, count: int) -> float:
+    """The level at which bootstrap quantiles of `count` clusters have this confidence.
+
+    Resampling understates the spread by sqrt((n - 1) / n) and knows no t distribution (Hesterberg
+    2015, section 5.3). The t quantile is the expansion of Abramowitz and Stegun 26.7.5.
+    """
+    z, freedom = _NORMAL.inv_cdf(confidence), count - 1
+    t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return _NORMAL.cdf(t * math.sqrt(count / freedom))
+
+
+def value(statistic: Statistic, totals: np.ndarray) -> float:
+    """The statistic of [1, K] totals, NaN where it is undefined."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return float(statistic(totals)[0])
 
 
 def _draw(sums: np.ndarray, statistic: Statistic, sampling: Sampling) -> np.ndarray:

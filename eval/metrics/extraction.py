@@ -9,6 +9,7 @@ exactly the regressions that break a program downstream.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +17,13 @@ from typing import Any
 
 import numpy as np
 from jsonschema.validators import Draft202012Validator, validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
+from eval.errors import SuiteError
 from eval.measurement import Measurement
 from eval.metrics.normalise import flatten, normalise
-from eval.stats import Sampling, cluster_bootstrap, drop_interval, paired_counts
+from eval.stats import Sampling, cluster_bootstrap, drop_interval, paired_counts, value
 from eval.suites import ExtractionItem
 
 _FENCE = re.compile(r"```[a-zA-Z]*\s*\n?(.*?)```", re.DOTALL)
@@ -97,8 +101,11 @@ def parse_strict(text: str) -> _Parsed:
 
     try:
         value = json.loads(text.strip(), object_pairs_hook=unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        flatten(value)
+    except ValueError as error:
         return _Parsed(value=None, problem=f"not JSON: {error}")
+    except RecursionError:
+        return _Parsed(value=None, problem="not JSON: nested too deeply")
     return _Parsed(value=value, problem="", has_duplicate_keys=bool(duplicates))
 
 
@@ -123,9 +130,20 @@ def _is_extractable(text: str) -> bool:
 def _schema_problem(schema: dict[str, Any], value: Any) -> str:
     """The first broken keyword and its path, or "". The draft is the schema's own `$schema`."""
     validator = validator_for(schema, default=Draft202012Validator)
-    checker = validator(schema, format_checker=validator.FORMAT_CHECKER)
-    errors = sorted(checker.iter_errors(value), key=lambda error: error.json_path)
-    return f"{errors[0].json_path}: {errors[0].validator}" if errors else ""
+    # An empty registry: a schema must hold all it refers to, nothing is fetched.
+    checker = validator(schema, format_checker=validator.FORMAT_CHECKER, registry=Registry())
+    try:
+        errors = sorted(checker.iter_errors(value), key=lambda error: error.json_path)
+    except Unresolvable as error:
+        raise SuiteError(
+            f"a JSON Schema refers to {error.ref!r}, which it does not hold"
+        ) from error
+    return _printable(f"{errors[0].json_path}: {errors[0].validator}") if errors else ""
+
+
+def _printable(text: str) -> str:
+    r"""Half a surrogate pair, which JSON can spell but no file can hold, as `\udXXX`."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _fields(item: ExtractionItem, value: Any) -> dict[str, Any]:
@@ -137,7 +155,9 @@ def _fields(item: ExtractionItem, value: Any) -> dict[str, Any]:
     claimed = {k: v for k, v in given.items() if not _is_empty(v)}
     hits = {k for k, v in expected.items() if k in claimed and _same(claimed[k], v)}
     wrong = tuple(
-        k for k in {**gold, **claimed} if k not in hits and (k in expected or k in claimed)
+        _printable(k)
+        for k in {**gold, **claimed}
+        if k not in hits and (k in expected or k in claimed)
     )
     return {
         "num_expected": len(expected),
@@ -173,7 +193,7 @@ _Measure = Callable[[Sequence[PairedItem], Sampling], Measurement]
 def _with_domains(one: _Measure, pairs: Sequence[PairedItem], sampling: Sampling) -> Measurement:
     names = sorted({name for pair in pairs for name in _domain_names(pair)})
     parts = tuple((n, one([p for p in pairs if n in _domain_names(p)], sampling)) for n in names)
-    return replace(one(pairs, sampling), domains=parts)
+    return replace(one(pairs, sampling), domains=tuple(p for p in parts if p[1].num_scored))
 
 
 def _domain_names(pair: PairedItem) -> tuple[str, str]:
@@ -223,13 +243,14 @@ def _graded(name: str, counts: Counts, rate: Rate) -> _Measure:
         return Measurement(
             name=name,
             unit="drop",
-            base=float(rate(total[:, :width])[0]),
-            candidate=float(rate(total[:, width:])[0]),
+            base=value(rate, total[:, :width]),
+            candidate=value(rate, total[:, width:]),
             estimate=interval.estimate,
             lower=interval.lower,
             upper=interval.upper,
             counted="items",
-            num_scored=len(pairs),
+            # Without one gold field in all items the rate is 0 / 0 and nothing was scored.
+            num_scored=0 if math.isnan(interval.estimate) else len(pairs),
             num_clusters=len(pairs),
             num_nonfinite=_num_failed(pairs),
         )

@@ -197,3 +197,28 @@ def test_failed_answers_are_counted() -> None:
     failed = score_answer(item(), "", failed=True)
     pairs = [PairedItem(item=item(), base=right, candidate=failed)]
     assert {m.num_nonfinite for m in measure(pairs, Sampling(draws=1000))} == {1}
+
+
+@pytest.mark.parametrize("depth", [200, 400, 900, 5000])
+def test_deep_answers_are_scored_like_any_other(depth: int) -> None:
+    score = score_answer(item(), '{"party": ' * depth + "1" + "}" * depth)
+    assert not score.schema_valid
+
+
+def test_half_a_surrogate_pair_in_an_answer_can_be_written_down() -> None:
+    score = score_answer(item(), '{"\\ud800": 1}')
+    assert score.wrong_fields[-1] == "\\ud800"
+    json.dumps([score.problem, *score.wrong_fields], ensure_ascii=False).encode()
+
+
+def test_rates_of_nothing_are_not_scored() -> None:
+    """All gold fields null in one domain, then in all: no NaN, no warning, no score."""
+    empty = item("service", party=None, amount=None, signed=None)
+    right, nothing = score_answer(item(), answer()), score_answer(empty, "{}")
+    pairs = [PairedItem(item=item(), base=right, candidate=right)] * 6
+    pairs += [PairedItem(item=empty, base=nothing, candidate=nothing)] * 6
+    for chosen, scored, domains in ((pairs, 12, {"source:contracts", "lang:en"}),
+                                    (pairs[6:], 0, set())):  # fmt: skip
+        found = {m.name: m for m in measure(chosen, Sampling(draws=1000))}
+        assert found["field_completeness"].num_scored == scored
+        assert {name for name, _ in found["field_completeness"].domains} == domains

@@ -223,3 +223,24 @@ def test_too_few_clusters_never_pass() -> None:
     finding = judge(spec(perplexity_ratio={"max": 1.03}), {m.name: m}).findings[0]
     assert finding.outcome == "inconclusive"
     assert finding.num_needed is None
+
+
+def test_an_infinite_loss_rejects() -> None:
+    found = tokens("perplexity_ratio", math.inf, -math.inf, math.inf)
+    assert outcome({"max": 1.03}, found) == "fail"
+
+
+@pytest.mark.parametrize("rule", [{"max": 0.5}, {"max": 0.5, "judge": "estimate"}])
+def test_an_estimate_without_an_interval_is_no_evidence(rule: dict[str, Any]) -> None:
+    found = tokens("kl_mean", 0.001, -math.inf, math.inf, num_clusters=2)
+    verdict = judge(spec(kl_mean=rule), {"kl_mean": found})
+    assert verdict.exit_code == 3
+    assert "too few documents for an interval (2)" in verdict.findings[0].reason
+
+
+def test_a_domain_rejects_only_what_is_certain_there() -> None:
+    rule = {"max": 0.05, "judge": "estimate", "domains": True}
+    for lower, expected in ((0.04, "pass"), (0.06, "fail")):
+        part = tokens("kl_mean", 0.07, lower, 0.1, num_clusters=6)
+        whole = tokens("kl_mean", 0.01, 0.005, 0.02, domains=(("source:code", part),))
+        assert outcome(rule, whole) == expected

@@ -52,6 +52,17 @@ HEAD = "version: 1\nmetrics:\n"
         ("- 1", "expected a mapping"),
         ("", "expected a mapping"),
         ("a: [", "not valid YAML"),
+        (HEAD + "  kl_mean: {max: 2020-13-45}", "not valid YAML: month"),
+        ("version: 1\nmetrics: &m {kl_mean: *m}", "an anchor that contains itself"),
+        (HEAD + "  kl_mean: {max: true}", "valid number (found True)"),
+        (HEAD + "  top1_agreement: {min: false}", "valid number (found False)"),
+        (HEAD + "  kl_mean: {max: '0.05'}", "valid number (found '0.05')"),
+        (HEAD + "  kl_mean: {max: 1, required: 'no'}", "valid boolean (found 'no')"),
+        (HEAD + "  kl_mean: {max: -1}", "greater than 0"),
+        ("version: true\nmetrics: {kl_mean: {max: 1}}", "g.yaml:1: version"),
+        (HEAD + "  schema_valid: {max_drop: 0.6}", "no base could show the loss"),
+        (HEAD + "  schema_valid: {max_drop: 0.05, judge: estimate}", "always judged by its bounds"),
+        (HEAD + "  kl_mean: {max: 1, floor: 0.5}", "only max_drop metrics have a floor"),
     ],
 )  # fmt: skip
 def test_bad_gates(text: str, message: str) -> None:
