@@ -16,6 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import Draft202012Validator, validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from eval.errors import SuiteError
 
@@ -23,7 +25,7 @@ TEXT_FILE, EXTRACTION_FILE = "text.jsonl", "extraction.jsonl"
 
 
 class Row(Protocol):
-    """What every row of a suite has: an identity and the domains it belongs to."""
+    """What every row of a suite has: an identity, its domains, and what the models read of it."""
 
     @property
     def id(self) -> str: ...
@@ -31,6 +33,8 @@ class Row(Protocol):
     def source(self) -> str: ...
     @property
     def lang(self) -> str: ...
+    @property
+    def content(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,11 @@ class Document:
     source: str
     lang: str
     text: str
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        """What the models read."""
+        return (self.text,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +67,11 @@ class ExtractionItem:
     schema: dict[str, Any]
     gold: dict[str, Any]
     critical: tuple[str, ...]
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        """What the models read."""
+        return tuple(text for m in self.messages for text in (m["role"], m["content"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,22 +125,42 @@ T = TypeVar("T", bound=Row)
 
 def _read(path: Path, parse: Callable[[dict[str, Any]], T]) -> tuple[T, ...]:
     rows: list[T] = []
-    seen: set[str] = set()
+    seen: dict[Any, int] = {}
     for number, line in _lines(path):
         try:
-            value = json.loads(line)
-            if not isinstance(value, dict):
-                raise ValueError("expected a JSON object")
-            row = parse(value)
+            row = parse(_object(line))
         except ValueError as error:
             raise SuiteError(f"{path}:{number}: {error}") from error
-        if row.id in seen:
-            raise SuiteError(f"{path}:{number}: the id {row.id!r} appears twice")
-        seen.add(row.id)
+        for key, what in ((row.id, f"the id {row.id!r}"), (row.content, "the same content")):
+            if first := seen.get(key):
+                raise SuiteError(
+                    f"{path}:{number}: {what} stands in line {first} too; a row said twice would "
+                    "count as two independent samples"
+                )
+        seen[row.id] = seen[row.content] = number
         rows.append(row)
     if not rows:
         raise SuiteError(f"{path} holds no rows")
     return tuple(rows)
+
+
+def _object(line: str) -> dict[str, Any]:
+    """One line as a JSON object; ValueError for anything else, NaN and lone surrogates included."""
+    try:
+        value = json.loads(line, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is not text; write whole characters") from None
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -155,15 +189,23 @@ def _document(row: dict[str, Any]) -> Document:
 
 def _item(row: dict[str, Any]) -> ExtractionItem:
     schema, gold = _field(row, "schema", dict), _field(row, "gold", dict)
-    critical = tuple(row.get("critical", ()))
+    critical = row.get("critical", [])
+    if not isinstance(critical, list) or not all(isinstance(name, str) for name in critical):
+        raise ValueError(f"expected 'critical' to be a list of field names, found {critical!r}")
     if missing := [name for name in critical if name not in gold]:
         raise ValueError(f"critical fields {missing} are not in gold")
     _check_gold(schema, gold)
     messages = _field(row, "messages", list)
-    if not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
-        raise ValueError("every message needs 'role' and 'content'")
+    if not all(_is_message(message) for message in messages):
+        raise ValueError("every message needs 'role' and 'content', both of them text")
     return ExtractionItem(
-        **_domains(row), messages=messages, schema=schema, gold=gold, critical=critical
+        **_domains(row), messages=messages, schema=schema, gold=gold, critical=tuple(critical)
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
     )
 
 
@@ -174,8 +216,12 @@ def _check_gold(schema: dict[str, Any], gold: dict[str, Any]) -> None:
         validator.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"the JSON Schema is not valid: {error.message}") from error
-    broken = next(
-        validator(schema, format_checker=validator.FORMAT_CHECKER).iter_errors(gold), None
-    )
+    checker = validator(schema, format_checker=validator.FORMAT_CHECKER, registry=Registry())
+    try:
+        broken = next(checker.iter_errors(gold), None)
+    except Unresolvable as error:
+        raise ValueError(
+            f"the JSON Schema refers to {error.ref!r}, which it does not hold"
+        ) from error
     if broken is not None:
         raise ValueError(f"gold breaks its own schema: {broken.message}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -53,13 +54,24 @@ def bad_item(**changes: Any) -> dict[str, Any]:
         ("{not json", "extraction.jsonl:2: Expecting property name"),
         ("[1]", "extraction.jsonl:2: expected a JSON object"),
         (json.dumps(bad_item(id="")), "expected a non-empty 'id'"),
-        (json.dumps(item_row(0)), "the id 'item-0' appears twice"),
+        (json.dumps(item_row(0)), "the id 'item-0' stands in line 1 too"),
+        (json.dumps({**item_row(0), "id": "copy"}), "the same content stands in line 1 too"),
+        (json.dumps(bad_item(critical=None)), "'critical' to be a list of field names, found None"),
+        (json.dumps(bad_item(critical=[["sum"]])), "'critical' to be a list of field names"),
+        (json.dumps(bad_item(messages=[{"role": "user", "content": 5}])), "both of them text"),
+        (json.dumps(bad_item(gold={"ok": True, "sum": math.nan})), "NaN is not JSON"),
+        (json.dumps(bad_item(lang="\ud800")), "half of a surrogate pair"),
+        ("[" * 100_000, "nested too deeply"),
+        (json.dumps(bad_item(schema={"properties": {"ok": {"$ref": "#/$defs/no"}}})),
+         "refers to '/$defs/no', which it does not hold"),
+        (json.dumps(bad_item(schema={"properties": {"ok": {"$ref": "http://127.0.0.1:1/a"}}})),
+         "refers to 'http://127.0.0.1:1/a'"),
         (json.dumps(bad_item(gold={"ok": "yes", "sum": 1})), "gold breaks its own schema"),
         (json.dumps(bad_item(critical=["nope"])), r"critical fields ['nope'] are not in gold"),
         (json.dumps(bad_item(schema={"type": 3})), "the JSON Schema is not valid"),
         (json.dumps(bad_item(messages=[{"role": "user"}])), "needs 'role' and 'content'"),
     ],
-)
+)  # fmt: skip
 def test_bad_rows_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
     write_rows(tmp_path / "text.jsonl", [document_row(0)])
     (tmp_path / "extraction.jsonl").write_text(json.dumps(item_row(0)) + "\n" + line + "\n")
