@@ -100,8 +100,10 @@ def make_job(
         ("items", amounts.num_items, 1),
         ("windows", amounts.num_windows, 1),
         ("window-tokens", amounts.window_tokens, 16),
+        ("seed", amounts.seed, 0),
+        ("threads", engine.num_threads, 1),
     ):
-        if number < least:
+        if number is not None and number < least:
             raise UsageError(f"--{name} is {number}; expected at least {least}")
     try:
         gates_path = resolve_input(str(gates or DEFAULT_GATES), "recipes")
@@ -116,7 +118,25 @@ def make_job(
         amounts=amounts,
         engine=engine,
         cache=Path(cache) if cache else default_directory(),
+        said=_said(base, gates, suite, amounts),
     )
+
+
+def _said(
+    base: str | None, gates: str | Path | None, suite: str | Path | None, amounts: Amounts
+) -> dict[str, str]:
+    """What differs from the defaults, by option name."""
+    given = {"base": base, "gates": gates, "suite": suite}
+    plain = Amounts()
+    numbers = {
+        "items": (amounts.num_items, plain.num_items),
+        "windows": (amounts.num_windows, plain.num_windows),
+        "window-tokens": (amounts.window_tokens, plain.window_tokens),
+        "seed": (amounts.seed, plain.seed),
+    }
+    return {name: str(said) for name, said in given.items() if said} | {
+        name: str(number) for name, (number, default) in numbers.items() if number != default
+    }
 
 
 def run(job: Job, *, out: Path | None, stamp: bool, progress: Progress | None = None) -> Written:
@@ -146,6 +166,15 @@ def _check_places(artifact: Path, folder: Path, *, stamp: bool) -> None:
         )
     if stamp and artifact.is_dir() and not os.access(artifact, os.W_OK):
         raise UsageError(f"{artifact} is read-only, so it cannot be stamped; pass --no-stamp")
+    if (folder / "config.json").is_file():
+        raise UsageError(
+            f"--out {folder} is a model's folder, and a report in it would change the model's "
+            "digest; pass another folder"
+        )
+    if artifact in folder.resolve().parents:
+        raise UsageError(
+            f"--out {folder} lies inside the artifact, which is sealed; pass a folder outside it"
+        )
     standing = next(place for place in (folder.absolute(), *folder.absolute().parents)
                     if place.exists())  # fmt: skip
     if not standing.is_dir() or not os.access(standing, os.W_OK):

@@ -1,7 +1,9 @@
 """Cache: what a base model said, by digest, so that a second evaluation need not ask it again.
 
 Entries are small files named by the sha256 of everything that decides their content. They are
-written atomically; one that cannot be read is a miss. Deleting the folder loses only time.
+written atomically and begin with the sha256 of what follows, because a damaged entry would change
+the numbers everything is held to: one that does not match is a miss. Deleting the folder loses
+only time.
 """
 
 from __future__ import annotations
@@ -9,14 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 
 _VARIABLE = "WEIGHBRIDGE_CACHE"
+_CHECKSUM_BYTES = 32
 
 
 def default_directory() -> Path:
@@ -35,13 +38,8 @@ class Cache:
 
     def json(self, key: list[Any]) -> Any | None:
         """The JSON value stored under `key`, None when there is none."""
-        path = self._path(key, "json")
-        if path is None or not path.is_file():
-            return None
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
+        data = _read(self._path(key, "json"))
+        return None if data is None else json.loads(data)
 
     def put_json(self, key: list[Any], value: Any) -> None:
         """Store a JSON value."""
@@ -49,17 +47,12 @@ class Cache:
 
     def tensor(self, key: list[Any]) -> torch.Tensor | None:
         """The tensor stored under `key`, None when there is none."""
-        path = self._path(key, "safetensors")
-        if path is None or not path.is_file():
-            return None
-        try:
-            return load_file(path)["value"]
-        except (OSError, SafetensorError, KeyError):
-            return None
+        data = _read(self._path(key, "tensor"))
+        return None if data is None else load(data)["value"]
 
     def put_tensor(self, key: list[Any], value: torch.Tensor) -> None:
         """Store a tensor."""
-        path = self._path(key, "safetensors")
+        path = self._path(key, "tensor")
         if path is not None:
             self._write(path, save({"value": value.detach().cpu().contiguous()}))
 
@@ -76,7 +69,18 @@ class Cache:
         staged = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            staged.write_bytes(data)
+            staged.write_bytes(hashlib.sha256(data).digest() + data)
             staged.replace(path)
         except OSError:
-            staged.unlink(missing_ok=True)
+            with suppress(OSError):
+                staged.unlink(missing_ok=True)
+
+
+def _read(path: Path | None) -> bytes | None:
+    """What an entry holds, None when there is none or it is damaged."""
+    try:
+        stored = b"" if path is None else path.read_bytes()
+    except OSError:
+        return None
+    checksum, data = stored[:_CHECKSUM_BYTES], stored[_CHECKSUM_BYTES:]
+    return data if checksum == hashlib.sha256(data).digest() else None

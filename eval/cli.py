@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +17,8 @@ from eval.amounts import Amounts
 from eval.errors import EvaluationError
 
 DEFAULT_COMMAND = "judge"
+# What a shell reports of a command that Ctrl-C ended.
+INTERRUPTED = 130
 # Click's UsageError, whichever click this typer brings.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
@@ -210,12 +213,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; anything wrong is one line on stderr and its exit code."""
     try:
         code = app(args=arguments, standalone_mode=False, prog_name="evaluate") or 0
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
     except USAGE_ERROR as error:
         code = _fail(f"{error.format_message()} (evaluate --help shows every option)", 2)
     except EvaluationError as error:
         code = _fail(str(error), error.exit_code)
     except MemoryError:
         code = _fail("out of memory; use fewer --windows or a smaller --window-tokens", 4)
+    except (KeyboardInterrupt, typer.Abort):
+        code = _fail("interrupted; nothing was judged and no stamp was written", INTERRUPTED)
+    except Exception as error:
+        # Python would end with 1, which says "rejected".
+        traceback.print_exc()
+        code = _fail(f"a fault of evaluate itself, please report it: {error!r}", 4)
     sys.exit(code)
 
 

@@ -73,7 +73,10 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The whole run: inputs, numerics, measurements and the verdict."""
+    """The whole run: inputs, numerics, measurements and the verdict.
+
+    said: the options that differed from the defaults, to repeat the run with.
+    """
 
     artifact: ArtifactFacts
     base: BaseFacts
@@ -91,3 +94,4 @@ class Evaluation:
     notes: tuple[str, ...]
     judged_at: datetime
     seconds: float
+    said: dict[str, str]

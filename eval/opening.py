@@ -37,7 +37,7 @@ from runtime.text import TextProcessor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to judge, against what, by which rules, how."""
+    """What to judge, against what, by which rules, how; `said` as in Evaluation."""
 
     artifact: Path
     base: str | None
@@ -46,6 +46,7 @@ class Job:
     amounts: Amounts
     engine: EngineConfig
     cache: Path | None
+    said: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +154,19 @@ def numerics_of(candidate: EngineTarget, text: TextProcessor) -> Numerics:
     )
 
 
+def _is_same_place(left: str, right: str) -> bool:
+    return left == right or Path(left).expanduser().resolve() == Path(right).expanduser().resolve()
+
+
 def notes_on(opened: Opened, amounts: Amounts) -> tuple[str, ...]:
     """What a reader should know before trusting the numbers."""
     notes: list[str] = []
+    made_from = opened.artifact.manifest.source.path
+    if not _is_same_place(opened.base.name, made_from):
+        notes.append(
+            f"The base {opened.base.name} was named by hand; the artifact was made from "
+            f"{made_from}. The verdict holds against the base that was used."
+        )
     if "de-quantized" in opened.base.description:
         notes.append(
             "The base was itself de-quantized from GGUF, so it sits on a coarse grid: schemes that "

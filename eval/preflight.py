@@ -53,6 +53,14 @@ def _is_meant_dense(recipe_text: str) -> bool:
     return isinstance(recipe, dict) and recipe.get("method") == "none"
 
 
+def require_unchanged(artifact: Artifact) -> None:
+    """EvaluationError when another artifact has taken this one's place since it was opened."""
+    if open_artifact(artifact.path).digest != artifact.digest:
+        raise EvaluationError(
+            f"{artifact.path} was replaced while it was being judged; evaluate it again"
+        )
+
+
 def source_of(artifact: Artifact) -> str:
     """The path of the model the artifact was made from; UsageError when it is gone."""
     path = artifact.manifest.source.path

@@ -41,7 +41,8 @@ def write_report(evaluation: Evaluation, out: Path) -> tuple[Path, Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
-            staged[path].write_text(text, encoding="utf-8")
+            # A lone surrogate in a model's answer must not cost the report.
+            staged[path].write_text(text, encoding="utf-8", errors="backslashreplace")
         for path in files:
             staged[path].replace(path)
     except OSError as error:
@@ -213,7 +214,11 @@ def to_markdown(evaluation: Evaluation) -> str:
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def _gate_table(e: Evaluation) -> str:

@@ -20,7 +20,7 @@ from eval.metrics import divergence, extraction
 from eval.metrics.divergence import WindowScores
 from eval.metrics.extraction import PairedItem, score_answer
 from eval.opening import Job, notes_on, numerics_of, open_all
-from eval.preflight import artifact_facts
+from eval.preflight import artifact_facts, require_unchanged
 from eval.progress import Progress
 from eval.stats import Sampling
 from eval.targets.base import Answer, Candidate, Reference, TokenScores
@@ -47,6 +47,7 @@ def weigh(job: Job, progress: Progress) -> Evaluation:
         *extraction.measure([e.pair for e in exchanges], sampling),
     )
     verdict = judge(rules, {m.name: m for m in measurements})
+    require_unchanged(opened.artifact)
     progress.advance(1)
     return Evaluation(
         artifact=artifact_facts(opened.artifact),
@@ -65,6 +66,7 @@ def weigh(job: Job, progress: Progress) -> Evaluation:
         notes=notes_on(opened, job.amounts),
         judged_at=datetime.now(UTC),
         seconds=time.monotonic() - started,
+        said=job.said,
     )
 
 

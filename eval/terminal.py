@@ -114,9 +114,9 @@ def _verdict(e: Evaluation, *, boxed: bool) -> RenderableType:
     why = [Text(wording.sentence(f.reason)) for f in e.verdict.deciding]
     if result == "accepted":
         why = [Text(wording.summary(e))]
+    scope = "" if result == "accepted" else f"{wording.scope(e)}; "
     how = Text(
-        f"{wording.scope(e)}; base {e.base.description}; candidate {e.numerics.description}; "
-        f"{e.seconds:.0f} s",
+        f"{scope}base {e.base.description}; candidate {e.numerics.description}; {e.seconds:.0f} s",
         style="dim",
     )
     body = Group(head, *why, how)
@@ -137,7 +137,7 @@ def _gate_table(e: Evaluation, console: Console) -> Table:
             METRICS[f.name].label,
             wording.value(f.measurement.base, f.measurement),
             wording.value(f.measurement.candidate, f.measurement),
-            wording.difference(f.measurement),
+            Text(wording.difference(f.measurement)),
             wording.limit(f.rule),
             Text(wording.in_words(f), style=_COLOURS.get(f.outcome, "yellow")),
         )
@@ -150,7 +150,7 @@ def _show_regressions(console: Console, e: Evaluation) -> None:
     for exchange in worst:
         item = exchange.pair.item
         console.print(
-            f"  [bold]{escape(item.id)}[/] ({item.source}, {item.lang}): "
+            f"  [bold]{escape(item.id)}[/] ({escape(item.source)}, {escape(item.lang)}): "
             f"{escape(wording.went_wrong(exchange))}",
             soft_wrap=True,
         )
@@ -171,5 +171,7 @@ def _answers(exchange: Exchange) -> Table:
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.split()) or "(empty)"
+    """One line without control characters: an answer must not drive the reader's terminal."""
+    shown = "".join(c if c.isprintable() or c.isspace() else "\ufffd" for c in text)
+    line = " ".join(shown.split()) or "(empty)"
     return line if len(line) <= _LONGEST_ANSWER else line[: _LONGEST_ANSWER - 3] + "..."

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 
+from eval.amounts import Amounts
 from eval.evaluation import Evaluation, Exchange
-from eval.gate import Finding
+from eval.gate import RETENTION_MARGINS, Finding
 from eval.gate_spec import METRICS, MetricRule
 from eval.measurement import Measurement, format_interval
-from eval.stats import PairedCounts, drop_upper
+from eval.stats import PairedCounts, drop_upper, fewest_clusters
 
 WORST = 3
 OUTCOMES = {"pass": "pass", "fail": "FAIL", "inconclusive": "undecided"}
@@ -49,11 +51,19 @@ def sentence(text: str) -> str:
 
 def scope(evaluation: Evaluation) -> str:
     """How much was looked at."""
-    tokens = next(m.num_scored for m in evaluation.measurements if m.counted == "tokens")
     return (
-        f"{tokens:,} tokens of {evaluation.num_documents} documents and "
-        f"{len(evaluation.exchanges)} extraction items"
+        f"{_scored(evaluation):,} tokens of {_many(evaluation.num_documents, 'document')} and "
+        f"{_many(len(evaluation.exchanges), 'extraction item')}"
     )
+
+
+def _scored(evaluation: Evaluation) -> int:
+    """Tokens of held-out text that were scored."""
+    return next(m.num_scored for m in evaluation.measurements if m.counted == "tokens")
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def limit(rule: MetricRule) -> str:
@@ -92,22 +102,33 @@ def remarks(evaluation: Evaluation) -> list[str]:
         label = METRICS[finding.name].label
         is_open = finding.outcome == "inconclusive" and finding.rule.required
         if is_open and "too weak" not in finding.reason:
-            lines.append(f"{label} is undecided: {_what_decides(finding)}.")
+            confidence = evaluation.sampling.confidence
+            lines.append(f"{label} is undecided: {_what_decides(finding, confidence)}.")
         if finding.alarm:
             lines.append(f"{label}: regression suspected, more items got worse than chance allows.")
     return lines
 
 
-def _what_decides(finding: Finding) -> str:
+def _what_decides(finding: Finding, confidence: float) -> str:
     m = finding.measurement
+    if not m.has_interval:
+        return (
+            f"an interval needs at least {fewest_clusters(confidence)} {m.clusters}, not "
+            f"{m.num_clusters}"
+        )
     if finding.num_needed is not None:
         return f"about {finding.num_needed:,} {m.counted} would decide, {m.num_scored:,} were used"
-    if m.paired is not None and m.paired.lost > m.paired.num_base_ok * finding.rule.limit:
+    if m.paired is not None and _loses_too_much(m.paired, finding.rule.limit):
         return (
             f"{m.paired.lost} of the {m.paired.num_base_ok} items the base gets right are lost; "
             "at that rate no number of items makes it pass"
         )
     return "the loss lies too close to the limit for any number of samples"
+
+
+def _loses_too_much(counts: PairedCounts, margin: float) -> bool:
+    """Whether the rates as observed break the rule, however many items showed them."""
+    return counts.drop >= margin or counts.lost >= RETENTION_MARGINS * margin * counts.num_base_ok
 
 
 def regressions(evaluation: Evaluation) -> list[Exchange]:
@@ -155,29 +176,37 @@ def next_steps(evaluation: Evaluation) -> list[str]:
     """What to do now, as commands where there is one."""
     path = evaluation.artifact.path
     if evaluation.verdict.result == "accepted":
-        return [f"Serve it: runtime serve {path}"]
+        return [f"Serve it: {shlex.join(['runtime', 'serve', str(path)])}"]
     if evaluation.verdict.result == "rejected":
         return [*_next_recipe(evaluation), _OWN_DATA]
     return _more_evidence(evaluation)
 
 
 def _next_recipe(evaluation: Evaluation) -> list[str]:
+    model = shlex.quote(evaluation.base.name)
     for prefix, recipe, why in _NEXT:
         if any(label.startswith(prefix) for label in evaluation.artifact.schemes):
-            return [f"Next recipe up ({why}): quantize {recipe} --model {evaluation.base.name}"]
+            return [f"Next recipe up ({why}): quantize {recipe} --model {model}"]
     return []
 
 
 def _more_evidence(evaluation: Evaluation) -> list[str]:
     deciding = evaluation.verdict.deciding
     steps = []
-    for counted, flag in (("items", "--items"), ("tokens", "--windows")):
+    for counted, option in (("items", "items"), ("tokens", "windows")):
         needed = _largest(f for f in deciding if f.measurement.counted == counted)
         if needed and counted == "tokens":
-            needed = -(-needed // max(evaluation.amounts.window_tokens - 1, 1))
+            needed = -(-needed // max(_scored(evaluation) // evaluation.num_windows, 1))
         if needed:
-            steps.append(f"Decide with more evidence: evaluate {evaluation.artifact.path} "
-                         f"{flag} {needed}{_supply(evaluation, counted, needed)}")  # fmt: skip
+            again = _again(evaluation, **{option: needed})
+            supply = _supply(evaluation, counted, needed)
+            steps.append(f"Decide with more evidence: {again}{supply}")
+    if any(not f.measurement.has_interval and f.measurement.counted == "tokens" for f in deciding):
+        fewest = fewest_clusters(evaluation.sampling.confidence)
+        steps.append(
+            f"Read more documents: {_again(evaluation, windows=Amounts.num_windows)} on a suite "
+            f"with at least {fewest} documents."
+        )
     if any("too weak" in f.reason for f in deciding):
         labels = ", ".join(METRICS[f.name].label for f in deciding if "too weak" in f.reason)
         steps.append(
@@ -185,6 +214,13 @@ def _more_evidence(evaluation: Evaluation) -> list[str]:
             "judge with a suite it can solve (--suite) or a stronger base."
         )
     return steps
+
+
+def _again(evaluation: Evaluation, **changed: int) -> str:
+    """The command that judges the same artifact again as it was asked, with options `changed`."""
+    options = {**evaluation.said, **{name: str(number) for name, number in changed.items()}}
+    flags = [word for name, text in options.items() for word in (f"--{name}", text)]
+    return shlex.join(["evaluate", str(evaluation.artifact.path), *flags])
 
 
 def _largest(findings: Iterable[Finding]) -> int | None:

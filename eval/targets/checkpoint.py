@@ -83,7 +83,9 @@ def _refuse_quantized(path: Path) -> None:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise TargetError(f"{path / 'config.json'} is not JSON: {error}") from error
-    if isinstance(config, dict) and config.get("quantization_config"):
+    if not isinstance(config, dict):
+        raise TargetError(f"{path / 'config.json'} holds no JSON object")
+    if config.get("quantization_config") or config.get("compression_config"):
         raise TargetError(
             f"the base {path} is itself quantized, so it cannot say what was lost; "
             "pass the original with --base"

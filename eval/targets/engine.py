@@ -65,7 +65,9 @@ class EngineTarget:
         try:
             scores = self.engine.score(items)
         except RequestError as error:
-            raise EvaluationError(f"the engine refused a window: {error}") from error
+            raise EvaluationError(
+                f"the engine refused a window: {error}; does this base belong to the artifact?"
+            ) from error
         return [
             TokenScores(nll=list(s.nll), kl=list(s.kl or ()), agrees=list(s.top1_agree or ()))
             for s in scores

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from gguf import GGUFReader
+from safetensors import SafetensorError
 
 from eval.cache import Cache
 from eval.errors import TargetError
@@ -131,7 +132,13 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
             str(checkpoint.directory), local_files_only=True, **options
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise TargetError(f"the base {checkpoint.name} has no usable tokenizer: {error}") from error
+        raise TargetError(
+            f"the base {checkpoint.name} has no usable tokenizer: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _load_model(checkpoint: Checkpoint, device: str) -> Any:
@@ -141,11 +148,23 @@ def _load_model(checkpoint: Checkpoint, device: str) -> Any:
         options = {"gguf_file": checkpoint.gguf_file, "quantization_config": dequantize}
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's own progress bar
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                str(checkpoint.directory), dtype=torch.float32, local_files_only=True, **options
+            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                str(checkpoint.directory),
+                dtype=torch.float32,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
             )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise TargetError(f"the base {checkpoint.name} cannot be loaded: {error}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise TargetError(
+            f"the base {checkpoint.name} cannot be loaded: {_first_line(error)}"
+        ) from error
+    if missing := sorted(loading["missing_keys"]):
+        # transformers would fill them with random numbers and only warn.
+        raise TargetError(
+            f"the base {checkpoint.name} lacks {len(missing)} weights ({missing[0]}, ...); "
+            "fetch it again"
+        )
     # Sampling defaults and penalties that ship with a model must not touch a greedy answer.
     model.generation_config = transformers.GenerationConfig()
     return model.to(device).eval()
