@@ -124,12 +124,17 @@ def calibrate(job: Job) -> Calibration | None:
     """The job's calibration windows; None when its methods need none."""
     if not job.plan.needs_calibration:
         return None
-    if not job.calib:
+    check_calibration(job)
+    return load_calibration(job.calib, job.source.tokenizer(), job.recipe.calibration)
+
+
+def check_calibration(job: Job) -> None:
+    """CalibrationError when the plan needs calibration text and no file was given."""
+    if job.plan.needs_calibration and not job.calib:
         raise CalibrationError(
             f"recipe {job.recipe.name} needs calibration text; give --calib FILE (JSONL, rows like "
             f"the requests the model will get), or {_way_around(job.recipe)}"
         )
-    return load_calibration(job.calib, job.source.tokenizer(), job.recipe.calibration)
 
 
 def carry_out(

@@ -3,43 +3,62 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.progress import Progress as RichProgress
+from rich.text import Text
 
 from quant.plan_table import duration
 
 _LINE_EVERY_S = 10.0
 
 
-class BarProgress:
-    """`quantizing  layer 7 of 30 ----- 6/30 0:00:41 0:02:50`, redrawn in place."""
+class TimeLeft(ProgressColumn):
+    """`2:50 left`, counting down to the `ends` of the task (a time of its clock, or None).
 
-    def __init__(self, console: Console) -> None:
+    rich's own column looks at the last 30 seconds, in which slow layers never finish.
+    """
+
+    def render(self, task: Task) -> Text:
+        ends = task.fields["ends"]
+        return Text("" if ends is None else f"{_clock(max(0.0, ends - task.get_time()))} left")
+
+
+class BarProgress:
+    """`quantizing  layer 7 of 30 ----- 6/30 0:00:41 2:50 left`, redrawn in place."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._now = clock
         self._bar = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeLeft(),
             console=console,
             transient=True,
+            get_time=clock,
         )
 
     def start(self, total_layers: int) -> None:
-        self._task = self._bar.add_task("starting", total=total_layers)
+        self._total, self._began = total_layers, self._now()
+        self._task = self._bar.add_task("starting", total=total_layers, ends=None)
         self._bar.start()
 
     def layer(self, index: int, text: str) -> None:
-        self._bar.update(self._task, completed=index, description=text)
+        now = self._now()
+        left = seconds_left(now - self._began, index, self._total)
+        ends = None if left is None else now + left
+        self._bar.update(self._task, completed=index, description=text, ends=ends)
 
     def done(self) -> None:
         self._bar.update(self._task, completed=self._bar.tasks[0].total)
@@ -53,19 +72,19 @@ class BarProgress:
 class LineProgress:
     """A line for the first layer, then at most one every ten seconds, and rarer as time goes by."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._now = console, clock
 
     def start(self, total_layers: int) -> None:
-        self._total, self._began, self._spoke = total_layers, time.monotonic(), float("-inf")
+        self._total, self._began, self._spoke = total_layers, self._now(), float("-inf")
 
     def layer(self, index: int, text: str) -> None:
-        now = time.monotonic()
+        now = self._now()
         elapsed = now - self._began
         if now - self._spoke < max(_LINE_EVERY_S, elapsed / 10):
             return
         self._spoke = now
-        left = elapsed / index * (self._total - index) if index else None
+        left = seconds_left(elapsed, index, self._total)
         rest = "" if left is None else f", about {duration(left)} left"
         self._console.print(f"{text} ({_clock(elapsed)} so far{rest})")
 
@@ -74,6 +93,11 @@ class LineProgress:
 
     def stop(self) -> None:
         return
+
+
+def seconds_left(elapsed: float, index: int, total: int) -> float | None:
+    """At the speed of the first `index` layers of `total`; None before one is done."""
+    return elapsed / index * (total - index) if index else None
 
 
 def _clock(seconds: float) -> str:

@@ -6,6 +6,8 @@ The same figures three times, computed in `quant.report`; nothing is decided her
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -34,7 +36,8 @@ def render_summary(report: RunReport) -> Group:
 
 def report_markdown(report: RunReport) -> str:
     """report.md."""
-    lines = [f"# {_title(report)}", "", *_bullets(facts(report)), ""]
+    report = without_paths(report)
+    lines = [f"# {report.artifact}", "", *_bullets(facts(report)), ""]
     if report.quantized:
         lines += ["## Error by kind of module", "", error_meaning(report), ""]
         lines += [*_pipe_table(_KIND_HEADER, kind_rows(report)), ""]
@@ -51,9 +54,10 @@ def report_markdown(report: RunReport) -> str:
 
 def model_card(report: RunReport, recipe_text: str) -> str:
     """README.md of the artifact."""
+    report = without_paths(report)
     return "\n".join(
         [
-            f"# {_title(report)}",
+            f"# {report.artifact}",
             "",
             f"{report.architecture}, made from `{report.model}` with the recipe "
             f"`{report.recipe}`. The weights are stored in the compressed-tensors layout, so "
@@ -182,8 +186,14 @@ def fallback_rows(report: RunReport) -> list[tuple[str, str]]:
     return [(", ".join(join_layers(names)), reason) for reason, names in reasons.items()]
 
 
-def _title(report: RunReport) -> str:
-    return report.artifact.rstrip("/").rpartition("/")[2]
+def without_paths(report: RunReport) -> RunReport:
+    """The report with names for paths: where things lay on one machine is nothing to pass on."""
+    model = Path(report.model)
+    return replace(
+        report,
+        model=model.name if model.is_absolute() else report.model,
+        artifact=Path(report.artifact).name,
+    )
 
 
 def _size(report: RunReport) -> str:

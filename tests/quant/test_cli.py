@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import resource
 import shutil
 import subprocess
@@ -49,8 +51,38 @@ def test_help_answers_at_once_and_teaches() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1, "CPU seconds"
-    for part in ("Examples", "--calib", "--dry-run", "convert", "Exit codes", "w4a16.yaml"):
+    for part in ("Examples", "--calib", "--dry-run", "convert", "Exit codes"):
         assert part in done.stdout
+    root = Path(__file__).resolve().parents[2]
+    shipped = [*(root / "recipes").glob("*.yaml"), *(root / "calib_data").glob("*.jsonl")]
+    for path in shipped:
+        assert path.name in done.stdout
+
+
+def test_the_version_names_command_and_package(quantize: Run) -> None:
+    code, out, _ = quantize("--version")
+    assert code == 0
+    assert re.fullmatch(r"quantize \(weighbridge\) \S+( installed\))?\n", out)
+
+
+def test_threads_are_told_to_wait_quietly_before_torch_is_there() -> None:
+    """The policy is read once, when torch loads OpenMP; the user's own setting stays."""
+    code = (
+        "import os, sys; from quant.cli import main\n"
+        "try: main(['--version'])\n"
+        "except SystemExit: pass\n"
+        "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    )
+    plain = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for given, expected in (({}, "PASSIVE False"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE False")):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**plain, **given},
+        )
+        assert done.stdout.splitlines()[-1] == expected
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
@@ -87,13 +119,21 @@ def test_the_whole_command(quantize: Run, small_run: tuple[object, ...], tmp_pat
     assert {p.name for p in tmp_path.iterdir()} == {"art"}
     report = json.loads((tmp_path / "art/report.json").read_text())
     assert report["coverage"]["samples"] == 4
-    assert "# art" in (tmp_path / "art/README.md").read_text()
+    for name in ("README.md", "report.md"):
+        text = (tmp_path / "art" / name).read_text()
+        assert text.startswith("# art\n")
+        assert str(tmp_path.parent) not in text
+        assert str(Path(str(small_run[3])).parent) not in text
     recipe = open_artifact(tmp_path / "art").manifest.recipe
     assert recipe.overrides == {"calibration.samples": 4, "calibration.max_tokens": 64}
 
     again = quantize(*small_run, "--out", "art")
     assert again[0] == 2
     assert "--overwrite" in again[2]
+    assert again[1] == "", "refused before the plan is printed"
+    planned = quantize(*small_run, "--out", "art", "--dry-run")
+    assert planned[0] == 0
+    assert "bits over the whole model" in planned[1]
     assert quantize(*small_run, "--out", "art", "--overwrite")[0] == 0
 
     code, out, _ = quantize("inspect", "art")
@@ -108,6 +148,7 @@ def test_the_whole_command(quantize: Run, small_run: tuple[object, ...], tmp_pat
     code, out, _ = quantize("verify", "art")
     assert code == 1
     assert weights.name in out
+    assert "art: 1 problem; do not use this copy" in out
 
     code, _, err = quantize(*small_run[:2], "--model", "art", *small_run[4:])
     assert code == 2
@@ -217,9 +258,13 @@ def test_bad_recipes_and_rows_name_the_line(
     code, _, err = quantize(*small_run[:4], "--calib", "rows.jsonl")
     assert code == 2
     assert "rows.jsonl:2: not JSON" in err
-    code, _, err = quantize(*small_run[:4])
+    code, out, err = quantize(*small_run[:4])
     assert code == 2
+    assert out == "", "refused before the plan is printed"
     assert "needs calibration text; give --calib FILE" in err
+    code, out, _ = quantize(*small_run[:4], "--dry-run")
+    assert code == 0
+    assert "give --calib FILE to run it" in out
     assert {p.name for p in tmp_path.iterdir()} == {"bad.yaml", "rows.jsonl"}
 
 

@@ -118,9 +118,20 @@ def test_markdown_and_card() -> None:
         assert heading in text
     card = model_card(report, "scheme: w4a16  # comment\n")
     assert "scheme: w4a16  # comment" in card
-    assert "evaluate out/tiny-w4a16" in card
+    assert "evaluate tiny-w4a16\nruntime serve tiny-w4a16\n" in card
     for line in text.splitlines():
         assert not line.startswith("|") or line.endswith("|")
+
+
+@pytest.mark.parametrize("model", ["/home/ann/models/tiny.gguf", "owner/tiny.gguf"])
+def test_files_that_are_passed_on_hold_names_and_no_paths(model: str) -> None:
+    report = replace(make_report(), model=model, artifact="/home/ann/out/tiny-w4a16")
+    shown = model.removeprefix("/home/ann/models/")
+    for text in (report_markdown(report), model_card(report, "scheme: w4a16\n")):
+        assert "/home" not in text
+        assert f"{shown} (LlamaForCausalLM)" in text
+        assert text.startswith("# tiny-w4a16\n")
+    assert model in printed(report), "the terminal says where it really is"
 
 
 def test_a_report_that_cannot_be_written_says_that_the_artifact_is_complete(
