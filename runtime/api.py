@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.config import ConfigError, EngineConfig
+from runtime.config import EngineConfig
 from runtime.engine.engine import Engine
+from runtime.engine.precheck import check_artifact
 from runtime.request import FinishReason, Request, SamplingParams, StepOutput
 from runtime.text import TextProcessor, TextStream
 
@@ -43,11 +44,7 @@ class LLM:
 
     def __init__(self, artifact: str | Path, **config: Any) -> None:
         path = Path(artifact)
-        if not (path / "artifact.json").is_file():
-            raise ConfigError(
-                f"{path} is not an artifact (no artifact.json); make one with: "
-                f"quantize convert {path}"
-            )
+        check_artifact(path)
         self.text = TextProcessor.load(path)
         self.engine = Engine.from_artifact(path, EngineConfig(**config))
         self._num_requests = 0

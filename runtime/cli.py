@@ -8,6 +8,7 @@ Heavy libraries are imported inside the commands, so that `--help` answers at on
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +18,41 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
+from runtime.cli_options import (
+    ApiKey,
+    ArtifactDir,
+    BlockSize,
+    ComputeType,
+    Device,
+    EngineSeed,
+    Host,
+    KVBlocks,
+    KVBytes,
+    KVType,
+    LongPrefill,
+    MaxBatched,
+    MaxModelLen,
+    MaxNumQueued,
+    MaxNumSeqs,
+    MaxTokens,
+    NoPrefixCaching,
+    NoProbe,
+    NumThreads,
+    Port,
+    PrefixCaching,
+    Probe,
+    RequireAccepted,
+    SampleSeed,
+    ServedModelName,
+    ShutdownTimeout,
+    Stop,
+    Temperature,
+    TopP,
+    Utilization,
+    Verify,
+    integer,
+    number,
+)  # fmt: skip
 from runtime.config import ConfigError, DType, EngineConfig, KVCacheDType
 
 if TYPE_CHECKING:
@@ -55,103 +91,6 @@ Exit codes: 0 done, 1 the engine died or too many requests failed, 2 bad input o
 130 interrupted.
 """
 
-ArtifactDir = Annotated[Path, typer.Argument(metavar="ART", help="Artifact directory.")]
-_ENGINE, _SERVER, _SAMPLING = "Engine", "Server", "Sampling"
-
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.", rich_help_panel=_ENGINE)]
-ComputeType = Annotated[
-    str,
-    typer.Option("--dtype", metavar="auto|float32|bfloat16|float16", rich_help_panel=_ENGINE,
-                 help="Compute type. auto: float32 on a CPU, else the artifact's own."),
-]  # fmt: skip
-KVType = Annotated[
-    str,
-    typer.Option("--kv-cache-dtype", metavar="auto|float32|bfloat16|float16|fp8",
-                 rich_help_panel=_ENGINE, help="KV cache type. auto: the artifact's own scheme."),
-]  # fmt: skip
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(min=1, help="Longest sequence in tokens.", rich_help_panel=_ENGINE,
-                 show_default="the model's own limit"),
-]  # fmt: skip
-MaxNumSeqs = Annotated[
-    int, typer.Option(min=1, help="Most sequences running at once.", rich_help_panel=_ENGINE)
-]
-MaxBatched = Annotated[
-    int,
-    typer.Option("--max-num-batched-tokens", min=1, rich_help_panel=_ENGINE,
-                 help="Most tokens computed in one step."),
-]  # fmt: skip
-LongPrefill = Annotated[
-    int,
-    typer.Option("--long-prefill-token-threshold", min=0, rich_help_panel=_ENGINE,
-                 help="Most prompt tokens of one sequence in a step; 0: the whole budget."),
-]  # fmt: skip
-BlockSize = Annotated[
-    int, typer.Option(metavar="8|16|32", help="KV tokens per block.", rich_help_panel=_ENGINE)
-]
-Utilization = Annotated[
-    float,
-    typer.Option("--gpu-memory-utilization", min=0.01, max=1.0, rich_help_panel=_ENGINE,
-                 help="Share of the device's memory for weights, KV cache and workspace."),
-]  # fmt: skip
-KVBytes = Annotated[
-    int | None,
-    typer.Option("--kv-cache-memory-bytes", min=1, rich_help_panel=_ENGINE,
-                 help="Size of the KV pool; overrides the share.", show_default="from the share"),
-]  # fmt: skip
-KVBlocks = Annotated[
-    int | None,
-    typer.Option("--num-gpu-blocks-override", min=1, rich_help_panel=_ENGINE,
-                 help="Size of the KV pool in blocks (tests).", show_default="from the share"),
-]  # fmt: skip
-PrefixCaching = Annotated[
-    bool,
-    typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", rich_help_panel=_ENGINE,
-                 help="Share KV blocks between equal prompt beginnings."),
-]  # fmt: skip
-Verify = Annotated[
-    str,
-    typer.Option(metavar="full|fast", rich_help_panel=_ENGINE,
-                 help="full hashes every byte of the artifact at load; fast checks sizes."),
-]  # fmt: skip
-Probe = Annotated[
-    bool,
-    typer.Option("--probe/--no-probe", rich_help_panel=_ENGINE,
-                 help="Re-check the artifact's probe answers at load."),
-]  # fmt: skip
-EngineSeed = Annotated[
-    int,
-    typer.Option("--seed", rich_help_panel=_ENGINE,
-                 help="Base of the random streams of requests that name no seed."),
-]  # fmt: skip
-NumThreads = Annotated[
-    int | None,
-    typer.Option("--num-threads", min=1, help="CPU threads.", rich_help_panel=_ENGINE,
-                 show_default="torch's own"),
-]  # fmt: skip
-
-MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", min=1, rich_help_panel=_SAMPLING, help="Most new tokens.")
-]
-Temperature = Annotated[
-    float, typer.Option(min=0.0, rich_help_panel=_SAMPLING, help="0 is greedy.")
-]
-TopP = Annotated[
-    float,
-    typer.Option("--top-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING,
-                 help="Sample from the most likely tokens that together have this probability."),
-]  # fmt: skip
-SampleSeed = Annotated[
-    int | None,
-    typer.Option("--sampling-seed", rich_help_panel=_SAMPLING, help="Seed of this answer.",
-                 show_default="drawn"),
-]  # fmt: skip
-Stop = Annotated[
-    list[str] | None,
-    typer.Option("--stop", rich_help_panel=_SAMPLING, help="Stop string. Repeatable."),
-]
-
 app = typer.Typer(
     name="runtime",
     help=HELP,
@@ -169,10 +108,12 @@ err_console = Console(stderr=True, highlight=False)
 @app.callback()
 def runtime_command(
     context: typer.Context,
-    show_version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", metavar="", help="Show the version.")
+    ] = False,
 ) -> None:
     if show_version:
-        out_console.print(_version())
+        out_console.print(f"runtime (weighbridge) {_version()}")
         raise typer.Exit()
     if context.invoked_subcommand is None:
         out_console.print(context.get_help())
@@ -182,23 +123,13 @@ def runtime_command(
 @app.command("serve")
 def serve_command(
     artifact: ArtifactDir,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=_SERVER)
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, rich_help_panel=_SERVER,
-                    help="Port; 0 takes a free one.")] = 8000,
-    served_model_name: Annotated[str | None, typer.Option(rich_help_panel=_SERVER,
-                    help="Name in the API.", show_default="the directory's name")] = None,
-    api_key: Annotated[str | None, typer.Option(rich_help_panel=_SERVER, envvar="RUNTIME_API_KEY",
-                    help="Require `Authorization: Bearer KEY`.", show_default="none")] = None,
-    max_num_queued: Annotated[int | None, typer.Option(min=0, rich_help_panel=_SERVER,
-                    help="Requests that may wait for a place; more get a 503.",
-                    show_default="4 x max-num-seqs")] = None,
-    shutdown_timeout: Annotated[float, typer.Option(min=0.0, rich_help_panel=_SERVER,
-                    help="Seconds that SIGTERM lets running requests finish.")] = 30.0,
-    require_accepted: Annotated[bool, typer.Option("--require-accepted", rich_help_panel=_SERVER,
-                    help="Refuse an artifact that `evaluate` did not accept as it is run here."
-                    )] = False,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    served_model_name: ServedModelName = None,
+    api_key: ApiKey = None,
+    max_num_queued: MaxNumQueued = None,
+    shutdown_timeout: ShutdownTimeout = 30.0,
+    require_accepted: RequireAccepted = False,
     device: Device = "auto",
     dtype: ComputeType = "auto",
     kv_cache_dtype: KVType = "auto",
@@ -210,12 +141,14 @@ def serve_command(
     gpu_memory_utilization: Utilization = 0.90,
     kv_cache_memory_bytes: KVBytes = None,
     num_gpu_blocks_override: KVBlocks = None,
-    enable_prefix_caching: PrefixCaching = True,
+    no_prefix_caching: NoPrefixCaching = False,
+    prefix_caching: PrefixCaching = False,
     verify: Verify = "full",
-    probe: Probe = True,
+    no_probe: NoProbe = False,
+    probe: Probe = False,
     seed: EngineSeed = 0,
     num_threads: NumThreads = None,
-) -> None:  # fmt: skip
+) -> None:
     """Serve an artifact over an OpenAI-compatible HTTP API.
 
     Routes: /v1/chat/completions /v1/completions /v1/models /tokenize /detokenize /health /metrics.
@@ -230,10 +163,11 @@ def serve_command(
         gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_gpu_blocks_override=num_gpu_blocks_override,
-        enable_prefix_caching=enable_prefix_caching,
+        enable_prefix_caching=_unless("enable-prefix-caching", no_prefix_caching, prefix_caching),
         verify="full" if _one_of("--verify", verify, ("full", "fast")) == "full" else "fast",
-        probe=probe, seed=seed, num_threads=num_threads,
+        probe=_unless("probe", no_probe, probe), seed=seed, num_threads=num_threads,
     )  # fmt: skip
+    _check(artifact)
     from runtime.server.serve import ServerConfig, serve
 
     server_config = ServerConfig(
@@ -248,7 +182,9 @@ def serve_command(
 @app.command("generate")
 def generate_command(
     artifact: ArtifactDir,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue; - reads stdin.")],
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", metavar="TEXT", help="Text to continue; - reads stdin.")
+    ],
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -261,6 +197,7 @@ def generate_command(
     num_threads: NumThreads = None,
 ) -> None:
     """Continue a text. The continuation goes to stdout as it is made, nothing else does."""
+    _check(artifact)
     text = _stdin().read() if prompt == "-" else prompt
     llm = _load(artifact, device, dtype, max_model_len, verify, num_threads)
     ids = llm.text.encode(text)
@@ -276,7 +213,10 @@ def generate_command(
 def chat_command(
     artifact: ArtifactDir,
     system: Annotated[
-        str | None, typer.Option("--system", help="System message.", show_default="the template's")
+        str | None,
+        typer.Option(
+            "--system", metavar="TEXT", help="System message.", show_default="the template's"
+        ),
     ] = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
@@ -292,6 +232,7 @@ def chat_command(
 
     With piped input each line is a turn and only the answers are printed.
     """
+    _check(artifact)
     from runtime.chat import Conversation
 
     llm = _load(artifact, device, dtype, max_model_len, verify, num_threads)
@@ -314,20 +255,35 @@ def chat_command(
 @app.command("bench")
 def bench_command(
     url: Annotated[str, typer.Argument(metavar="URL", help="Server, e.g. http://127.0.0.1:8000.")],
-    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Clients at once.")] = 16,
+    requests: Annotated[
+        int, typer.Option(parser=integer(1), metavar="N", help="Requests to send.")
+    ] = 64,
+    concurrency: Annotated[
+        int, typer.Option(parser=integer(1, 1024), metavar="N", help="Clients at once.")
+    ] = 16,
     prompt: Annotated[
-        str, typer.Option(help="Prompt; a running number is put before it.")
+        str, typer.Option(metavar="TEXT", help="Prompt; a running number is put before it.")
     ] = "Summarize the duties of the parties to a supply contract.",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds per request.")] = 300.0,
-    failure_limit: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of failed requests that is still fine.")
+    max_tokens: Annotated[
+        int, typer.Option(parser=integer(1), metavar="N", help="Tokens per answer.")
+    ] = 64,
+    temperature: Annotated[
+        float, typer.Option(parser=number(0.0), metavar="X", help="0 is greedy.")
     ] = 0.0,
-    api_key: Annotated[str | None, typer.Option(envvar="RUNTIME_API_KEY")] = None,
+    timeout: Annotated[
+        float, typer.Option(parser=number(0.1), metavar="X", help="Seconds per request.")
+    ] = 300.0,
+    failure_limit: Annotated[
+        float,
+        typer.Option(
+            parser=number(0.0, 1.0),
+            metavar="X",
+            help="Share of failed requests that is still fine.",
+        ),
+    ] = 0.0,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", envvar="RUNTIME_API_KEY")] = None,
     json_out: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures here.")
     ] = None,
 ) -> None:
     """Load-test a server: any that speaks OpenAI's streaming chat API.
@@ -353,7 +309,13 @@ def bench_command(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script.
+
+    OpenMP threads that spin at barriers make a shared machine 10 to 17 times slower (30 x 4 small
+    linears, 2 threads, M = 16, under load: 999 ms spinning, 106 ms passive), so they sleep unless
+    told otherwise. OpenMP reads this once, when torch is imported; the engine process inherits it.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = app(args=argv, prog_name="runtime", standalone_mode=False)
     except USAGE_ERROR as error:
@@ -377,9 +339,20 @@ def _is_for_users(error: Exception) -> bool:
 
 
 def _announcer(has_key: bool) -> Callable[[ServedModel, str], None]:
-    from runtime.server.banner import render_banner
+    from runtime.server.banner import curl_example, render_banner
 
-    return lambda model, url: out_console.print(render_banner(model, url, has_key))
+    def announce(model: ServedModel, url: str) -> None:
+        out_console.print(render_banner(model, url))
+        out_console.print(curl_example(model.info.name, url, has_key), "", sep="\n", soft_wrap=True)
+
+    return announce
+
+
+def _check(artifact: Path) -> None:
+    """Refuse what cannot run before torch is imported, which takes seconds."""
+    from runtime.engine.precheck import check_artifact
+
+    check_artifact(artifact)
 
 
 def _load(
@@ -428,6 +401,13 @@ def _one_of(flag: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
         raise ConfigError(f"{flag} is one of {', '.join(known)}, not {value!r}")
     return value
+
+
+def _unless(name: str, off: bool, on: bool) -> bool:
+    """The value of a switch that is on unless --no-NAME was said."""
+    if off and on:
+        raise ConfigError(f"--{name} and --no-{name} contradict each other; say one")
+    return not off
 
 
 def _dtype(value: str) -> DType:

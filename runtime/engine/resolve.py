@@ -108,11 +108,11 @@ def resolve(
 
 
 def describe(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
-    """(name, value, reason) rows of the table that start-up prints."""
+    """(name, value, reason) rows of the table that start-up prints: what a flag can change."""
     return [
         (f.name, _shown(getattr(resolved, f.name)), resolved.reasons.get(f.name, ""))
         for f in fields(resolved)
-        if f.name != "reasons"
+        if f.name not in ("reasons", "deterministic")
     ]
 
 

@@ -56,7 +56,7 @@ class ModelInfo:
 
     name: served model name. root: where the artifact lies. digest: of the artifact.
     verdict: accepted, rejected, inconclusive, or "not judged". warning: why the verdict may not
-    hold as the model is run here; None when it does.
+    hold as the model is run here; None when it does. gates: by which gates it was judged.
     """
 
     name: str
@@ -64,6 +64,7 @@ class ModelInfo:
     digest: str
     verdict: str
     warning: str | None = None
+    gates: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -137,6 +138,7 @@ class ServedModel:
             "max_model_len": self.client.resolved.max_model_len,
             "weighbridge": {
                 "verdict": self.info.verdict,
+                "gates": self.info.gates,
                 "warning": self.info.warning,
                 "artifact_digest": self.info.digest,
             },
@@ -234,7 +236,7 @@ def _add_text_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 def _add_model_routes(app: FastAPI, model: ServedModel) -> None:
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> Response:
         return json_response({"object": "list", "data": [model.card()]})
 
@@ -248,7 +250,7 @@ def _add_model_routes(app: FastAPI, model: ServedModel) -> None:
 
 
 def _add_operator_routes(app: FastAPI, model: ServedModel) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         if not model.client.alive:
             raise Unavailable("the engine process died", "engine_dead")
@@ -256,11 +258,11 @@ def _add_operator_routes(app: FastAPI, model: ServedModel) -> None:
             raise Unavailable("the server is shutting down", "draining")
         return json_response({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=["GET", "HEAD"])
     async def metrics() -> Response:
         return Response(model.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/version")
+    @app.api_route("/version", methods=["GET", "HEAD"])
     async def show_version() -> Response:
         return json_response({"version": package_version()})
 

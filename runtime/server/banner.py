@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import json
+import shlex
 
 from rich import box
 from rich.console import Group
@@ -10,14 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from runtime.config import ResolvedConfig
+from runtime.engine.resolve import describe
 from runtime.server.app import ServedModel
 
 _VERDICT_STYLE = {"accepted": "bold green", "rejected": "bold red"}
-_HIDDEN = {"reasons", "artifact_digest", "vocab_size"}
+_HIDDEN = {"artifact_digest", "vocab_size"}
 
 
-def render_banner(model: ServedModel, url: str, api_key: bool) -> Group:
-    """A table of ResolvedConfig with reasons, the stamp's verdict, the URL and a curl example."""
+def render_banner(model: ServedModel, url: str) -> Group:
+    """A table of ResolvedConfig with reasons, the stamp's verdict and the URL."""
     return Group(
         Text(""),
         _settings(model.client.resolved),
@@ -25,8 +27,6 @@ def render_banner(model: ServedModel, url: str, api_key: bool) -> Group:
         _verdict(model),
         Text(""),
         Text.assemble("serving ", (model.info.name, "bold"), " at ", (f"{url}/v1", "bold cyan")),
-        Text(""),
-        Text(_curl(model.info.name, url, api_key), style="dim"),
         Text(""),
     )
 
@@ -36,25 +36,32 @@ def _settings(resolved: ResolvedConfig) -> Table:
     table.add_column("setting", no_wrap=True)
     table.add_column("value", style="bold", overflow="fold")
     table.add_column("why", style="dim", overflow="fold")
-    for field in fields(resolved):
-        if field.name not in _HIDDEN:
-            value = getattr(resolved, field.name)
-            shown = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            table.add_row(field.name, shown, resolved.reasons.get(field.name, ""))
+    for name, value, reason in describe(resolved):
+        if name not in _HIDDEN:
+            table.add_row(name, value, reason)
     return table
 
 
 def _verdict(model: ServedModel) -> Text:
     info = model.info
     style = _VERDICT_STYLE.get(info.verdict, "bold yellow")
-    line = Text.assemble("verdict ", (info.verdict, style), f"  artifact {info.digest[:12]}")
+    gates = "" if info.gates is None else f" by {info.gates}"
+    line = Text.assemble("verdict ", (info.verdict, style), f"{gates}  artifact {info.digest[:12]}")
     if info.warning is not None:
         line.append(f"\nwarning: {info.warning}", style="yellow")
     return line
 
 
-def _curl(name: str, url: str, api_key: bool) -> str:
-    auth = " -H 'Authorization: Bearer KEY'" if api_key else ""
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    kind = "-H 'Content-Type: application/json'"
-    return f"curl {url}/v1/chat/completions {kind}{auth} \\\n  -d '{body}'"
+def curl_example(name: str, url: str, api_key: bool) -> Text:
+    """A request to paste into a shell. It must not be wrapped: a break within quotes is a letter
+    of the argument, so lines end between arguments, or where JSON allows a line break."""
+    first = json.dumps({"model": name, "temperature": 0, "max_tokens": 64})
+    messages = json.dumps([{"role": "user", "content": "Hello"}])
+    body = f'{first[:-1]},\n       "messages": {messages}}}'
+    arguments = [
+        f"curl {url}/v1/chat/completions",
+        *(["-H 'Authorization: Bearer KEY'"] if api_key else []),
+        "-H 'Content-Type: application/json'",
+        f"-d {shlex.quote(body)}",
+    ]
+    return Text(" \\\n  ".join(arguments), style="dim", no_wrap=True, overflow="ignore")

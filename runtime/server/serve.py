@@ -19,6 +19,7 @@ from pathlib import Path
 
 import uvicorn
 
+from quant.artifact.stamp import judged_by
 from runtime.config import ConfigError, EngineConfig
 from runtime.server.app import ModelInfo, ServedModel, create_app
 from runtime.server.engine_client import EngineClient, start_process
@@ -66,20 +67,24 @@ def serve(
     with contextlib.closing(bind(config.host, config.port)) as listener:
         opened = open_for_serving(artifact)
         if config.require_accepted:
-            refuse_unless_accepted(opened.stamp)
+            refuse_unless_accepted(opened.stamp, artifact)
         text = TextProcessor.load(artifact)
         factory = partial(load_engine, artifact, engine_config)
 
         def describe(numerics: dict[str, str]) -> ModelInfo:
             verdict, warning = judge(opened.stamp, numerics, text.chat_template_sha256)
             if config.require_accepted and warning is not None:
-                raise ConfigError(f"--require-accepted: {warning}")
+                raise ConfigError(
+                    f"--require-accepted: {warning}; judge it as it runs here: evaluate {artifact} "
+                    "with the same --device, --dtype and --kv-cache-dtype"
+                )
             return ModelInfo(
                 name=config.served_model_name or artifact.resolve().name,
                 root=artifact.name,
                 digest=opened.digest,
                 verdict=verdict,
                 warning=warning,
+                gates=None if opened.stamp is None else judged_by(opened.stamp),
             )
 
         return run_server(listener, text, factory, describe, config, announce)

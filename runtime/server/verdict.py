@@ -7,21 +7,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from quant.artifact.artifact import Artifact, open_artifact
-from quant.artifact.stamp import Stamp
+from quant.artifact.stamp import MetricRecord, Stamp
 from runtime.config import ConfigError
+from runtime.engine.precheck import check_artifact
 
 NOT_JUDGED = "not judged"
+MAX_METRICS_SHOWN = 3
 
 
 def open_for_serving(path: Path) -> Artifact:
     """The artifact at `path`, headers checked. ConfigError when it is something else."""
-    if not path.exists():
-        raise ConfigError(f"{path}: no such artifact")
-    if not path.is_dir() or not (path / "artifact.json").is_file():
-        raise ConfigError(
-            f"{path} is not an artifact (no artifact.json); the runtime runs artifacts only. "
-            f"Make a dense one with: quantize convert {path}"
-        )
+    check_artifact(path)
     return open_artifact(path, verify="fast")
 
 
@@ -30,9 +26,9 @@ def judge(
 ) -> tuple[str, str | None]:
     """(verdict, warning). The warning says why the artifact may not be as good as it should."""
     if stamp is None:
-        return NOT_JUDGED, "this artifact was not judged; run: evaluate ART"
+        return NOT_JUDGED, "nobody measured what this artifact lost; run: evaluate ART"
     if stamp.verdict != "accepted":
-        return stamp.verdict, f"the gate's verdict on this artifact is: {stamp.verdict}"
+        return stamp.verdict, deciding(stamp)
     here = {**numerics, "chat_template_sha256": chat_template_sha256}
     judged = stamp.numerics.model_dump()
     different = [
@@ -45,8 +41,33 @@ def judge(
     return stamp.verdict, None
 
 
-def refuse_unless_accepted(stamp: Stamp | None) -> None:
+def deciding(stamp: Stamp) -> str:
+    """Why the verdict is what it is: the stamp's summary, else the metrics that decided."""
+    if stamp.summary:
+        return stamp.summary
+    metrics = [metric for metric in stamp.metrics if metric.verdict == stamp.verdict]
+    if not metrics:
+        return "the stamp does not say why; see the report of `evaluate`"
+    rest = len(metrics) - MAX_METRICS_SHOWN
+    more = f" and {rest} more" if rest > 0 else ""
+    return f"decided by {', '.join(map(_shown, metrics[:MAX_METRICS_SHOWN]))}{more}"
+
+
+def _shown(metric: MetricRecord) -> str:
+    value = "" if metric.value is None else f" {metric.value:.4g}"
+    limit = "" if metric.threshold is None else f" (limit {metric.threshold:g})"
+    return f"{metric.name}{value}{limit}"
+
+
+def refuse_unless_accepted(stamp: Stamp | None, path: Path) -> None:
     """ConfigError unless the stamp says accepted (numerics are compared once they are known)."""
-    verdict = NOT_JUDGED if stamp is None else stamp.verdict
-    if verdict != "accepted":
-        raise ConfigError(f"--require-accepted: the verdict on this artifact is: {verdict}")
+    if stamp is None:
+        raise ConfigError(
+            f"--require-accepted: this artifact was {NOT_JUDGED}; run: evaluate {path}"
+        )
+    if stamp.verdict != "accepted":
+        why = deciding(stamp).rstrip(".")
+        raise ConfigError(
+            f"--require-accepted: the verdict on this artifact is {stamp.verdict}: {why}. "
+            f"For the full report run: evaluate {path}"
+        )

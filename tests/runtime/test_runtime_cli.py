@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +17,12 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
+from typer import rich_utils
 
-from runtime.cli import main
+from runtime.api import LLM
+from runtime.cli import app, main
+from runtime.config import ConfigError
 
 REPO = Path(__file__).parents[2]
 RUN = [sys.executable, "-c", "from runtime.cli import main; main()"]
@@ -62,6 +68,67 @@ def test_help_loads_nothing_heavy(command: list[str]) -> None:
     assert done.stdout.endswith("loaded []\n")
 
 
+@pytest.mark.parametrize("name", ["serve", "generate", "chat", "bench"])
+def test_help_at_80_columns_shows_every_option_whole(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(rich_utils, "MAX_WIDTH", 80)
+    assert call([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    words = set(re.split(r"[\s,]+", shown))
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    longs = {
+        option
+        for param in command.params
+        if not getattr(param, "hidden", False)
+        for option in (*param.opts, *param.secondary_opts)
+        if option.startswith("--")
+    }
+    assert len(longs) >= 7
+    assert longs <= words
+    assert "range" not in shown
+
+
+def test_numbers_out_of_range_name_flag_and_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, value, bounds in (("--port", "70000", "from 0 to 65535"),
+                                ("--gpu-memory-utilization", "nan", "from 0.01 to 1"),
+                                ("--max-model-len", "0", "at least 1"),
+                                ("--shutdown-timeout", "soon", "not a number")):  # fmt: skip
+        error = refused(["serve", "art", flag, value], capsys)
+        assert flag in error
+        assert bounds in error
+
+
+def test_a_switch_said_both_ways_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "contradict" in refused(["serve", "art", "--probe", "--no-probe"], capsys)
+
+
+def test_threads_is_num_threads(art: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--threads", "--num-threads"):
+        error = refused(["generate", str(art), "--prompt", "x", flag, "100000"], capsys)
+        assert "num_threads 100000" in error
+
+
+def test_version_names_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["--version"]) == 0
+    assert re.fullmatch(r"runtime \(weighbridge\) [0-9.]+\n", capsys.readouterr().out)
+
+
+def test_openmp_threads_sleep_unless_told_otherwise() -> None:
+    check = (
+        "import atexit, os; from runtime.cli import main\n"
+        "atexit.register(lambda: print(os.environ['OMP_WAIT_POLICY']))\n"
+        "main(['--version'])"
+    )
+    for said, policy in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        clean = {k: v for k, v in environment().items() if k != "OMP_WAIT_POLICY"}
+        done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True,
+                              env={**clean, **said})  # fmt: skip
+        assert done.stdout.splitlines()[-1] == policy
+
+
 def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert call([]) == 2
     assert "runtime serve my-model-w4a16" in capsys.readouterr().out
@@ -83,7 +150,49 @@ def test_what_is_no_artifact_is_refused_with_the_way_out(
     for path in (gguf, tiny_model("llama")):
         error = refused([verb, str(path), *more, *port], capsys)
         assert f"quantize convert {path}" in error.replace("\n", "")
-    assert "no such artifact" in refused(["serve", str(tmp_path / "none"), "--port", "0"], capsys)
+
+
+@pytest.mark.parametrize("verb", ["serve", "chat", "generate"])
+def test_what_is_no_model_is_not_sent_to_convert(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.jsonl").write_text("{}\n")
+    (tmp_path / "folder").mkdir()
+    more = ["--prompt", "x"] if verb == "generate" else []
+    for name, found in (("none", "no such artifact"), ("text.jsonl", "it is a file, but no model"),
+                        ("folder", "a directory without config.json")):  # fmt: skip
+        error = refused([verb, str(tmp_path / name), *more], capsys).replace("\n", " ")
+        assert found in error
+        assert "convert" not in error
+        with pytest.raises(ConfigError, match=found):
+            LLM(tmp_path / name)
+
+
+@pytest.mark.parametrize("verb", ["serve", "chat", "generate"])
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_damaged_copy_is_refused_before_torch_is_imported(
+    verb: str, damage: str, art: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(art, copy)
+    weights = next(copy.glob("*.safetensors"))
+    if damage == "missing":
+        weights.unlink()
+    else:
+        weights.write_bytes(weights.read_bytes()[:-1])
+    more = ["--prompt", "x"] if verb == "generate" else []
+    check = (
+        "import atexit, sys; from runtime.cli import main\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        f"main({[verb, str(copy), *more]!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 2
+    assert done.stdout == "False\n"
+    assert weights.name in done.stderr
+    assert ("missing" if damage == "missing" else "bytes") in done.stderr
 
 
 def test_bad_values_name_the_flag(art: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +206,7 @@ def test_an_unjudged_artifact_is_refused_on_demand(
     art: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refused(["serve", str(art), "--port", "0", "--require-accepted"], capsys)
-    assert "not judged" in error
+    assert f"not judged; run: evaluate {art}" in error.replace("\n", "")
 
 
 def test_generate_continues_a_text(art: Path, capsys: pytest.CaptureFixture[str]) -> None:

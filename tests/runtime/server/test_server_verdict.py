@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quant.artifact.stamp import Numerics, Stamp, Verdict
+from quant.artifact.stamp import MetricRecord, Numerics, Stamp, Verdict
 from runtime.config import ConfigError, EngineConfig
 from runtime.server.serve import ServerConfig, serve
 from runtime.server.verdict import judge, open_for_serving, refuse_unless_accepted
@@ -46,17 +46,27 @@ def test_another_chat_template_is_named() -> None:
 
 @pytest.mark.parametrize("verdict", ["rejected", "inconclusive"])
 def test_anything_but_accepted_warns_and_can_be_refused(verdict: Verdict) -> None:
-    shown, warning = judge(stamp(verdict), HERE, "t")
+    metrics = (
+        MetricRecord(name="perplexity_ratio", value=1.09, threshold=1.03, verdict=verdict),
+        MetricRecord(name="kl_mean", value=0.01, threshold=0.05, verdict="accepted"),
+    )
+    judged = stamp(verdict).model_copy(update={"metrics": metrics})
+    shown, warning = judge(judged, HERE, "t")
     assert shown == verdict
-    assert verdict in (warning or "")
-    with pytest.raises(ConfigError, match=verdict):
-        refuse_unless_accepted(stamp(verdict))
+    assert warning == "decided by perplexity_ratio 1.09 (limit 1.03)"
+    with pytest.raises(ConfigError, match=f"is {verdict}: decided by perplexity.*run: evaluate m"):
+        refuse_unless_accepted(judged, Path("m"))
+
+
+def test_the_stamps_own_summary_explains_the_verdict() -> None:
+    judged = stamp("rejected").model_copy(update={"summary": "kl_mean is 0.3."})
+    assert judge(judged, HERE, "t") == ("rejected", "kl_mean is 0.3.")
 
 
 def test_no_stamp_is_not_judged() -> None:
     assert judge(None, HERE, "t")[0] == "not judged"
-    with pytest.raises(ConfigError, match="not judged"):
-        refuse_unless_accepted(None)
+    with pytest.raises(ConfigError, match="not judged; run: evaluate some/art"):
+        refuse_unless_accepted(None, Path("some/art"))
 
 
 def test_require_accepted_compares_what_really_runs(
