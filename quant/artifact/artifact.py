@@ -18,6 +18,7 @@ from torch import Tensor
 from quant.artifact.errors import ArtifactError, IntegrityError, ManifestError
 from quant.artifact.integrity import (
     CONFIG_NAME,
+    MISSING,
     Problem,
     check_config,
     check_files,
@@ -111,7 +112,8 @@ def open_artifact(path: Path, *, verify: Literal["full", "fast"] = "fast") -> Ar
     artifact = _open(Path(path))
     problems = list(_problems(artifact, hash_weights=verify == "full"))
     if problems:
-        more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        rest = len(problems) - 1
+        more = f" ({rest} more problem{'s' if rest > 1 else ''})" if rest else ""
         raise problems[0].error(
             f"{artifact.path}: {problems[0]}{more}; do not use this copy: fetch or quantize it "
             "again (`quantize verify` lists everything)"
@@ -130,6 +132,8 @@ def verify(path: Path) -> list[Problem]:
     try:
         artifact = _open(directory)
     except ArtifactError as error:
+        if any(problem.message == MISSING and problem.subject in str(error) for problem in found):
+            return found  # it could not be opened for want of a file that is already listed
         unreadable = Problem(subject=directory.name, message=str(error), error=type(error))
         return [*found, unreadable]
     checked = _problems(artifact, hash_weights=False)

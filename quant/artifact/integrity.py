@@ -25,6 +25,7 @@ from quant.artifact.manifest import MANIFEST_NAME, Manifest, TensorRecord, is_ou
 from quant.artifact.store import DTYPE_CODES, PICKLE_SUFFIXES, CheckpointReader
 
 CONFIG_NAME = "config.json"
+MISSING = "the file is missing"
 _CHUNK_BYTES = 1 << 22
 _FLOATS = ("F32", "BF16", "F16")
 # What some loader would pick up from the folder, so that it may not lie there unlisted.
@@ -52,7 +53,7 @@ def check_files(directory: Path, manifest: Manifest, *, hash_weights: bool) -> I
     for name, record in sorted(manifest.files.items()):
         path = directory / name
         if not path.is_file():
-            yield Problem(subject=name, message="the file is missing")
+            yield Problem(subject=name, message=MISSING)
         elif (size := path.stat().st_size) != record.size:
             expected = f"{MANIFEST_NAME} says {record.size}"
             yield Problem(subject=name, message=f"has {size} bytes, {expected}")

@@ -5,9 +5,11 @@ A clone has them at its root, a wheel under `quant/artifact/_shipped`. Nothing h
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Literal
 
+_SUFFIXES = (".yaml", ".jsonl")
 Kind = Literal["recipes", "calib_data"]
 
 
@@ -24,20 +26,21 @@ def shipped_dir(kind: Kind) -> Path:
     )
 
 
-def resolve_input(name: str, kind: Kind) -> Path:
+def resolve_input(name: str, kind: Kind, *, within: str = "") -> Path:
     """The file called `name`: where given first, then among the shipped ones.
 
-    FileNotFoundError names both places and lists what is shipped.
+    `within`: the sub-folder of `kind` that holds what is asked for (`gates`); its files are found
+    with and without its name. FileNotFoundError names both places and lists what is shipped there.
     """
     if not name:
         raise FileNotFoundError("found an empty file name")
     given, folder = local_path(name), shipped_dir(kind)
     if given.is_file():
         return given
-    shipped = folder / name
-    if not given.is_absolute() and shipped.is_file():
-        return shipped
-    raise FileNotFoundError(_not_found(name, given, folder))
+    for shipped in (folder / name, folder / within / name):
+        if not given.is_absolute() and shipped.is_file():
+            return shipped
+    raise FileNotFoundError(_not_found(name, given, folder / within))
 
 
 def local_path(name: str) -> Path:
@@ -54,10 +57,19 @@ def local_path(name: str) -> Path:
 
 
 def _not_found(name: str, given: Path, folder: Path) -> str:
-    known = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".jsonl"))
+    known = sorted(p.name for p in folder.iterdir() if p.suffix in _SUFFIXES)
     kind_of = "is not a file" if given.exists() else "does not exist"
     kind_of = "is a folder" if given.is_dir() else kind_of
+    meant = _meant(name, known)
     return (
         f"{name}: {given.absolute()} {kind_of}, and there is no such file in {folder} "
-        f"(shipped: {', '.join(known) or 'none'})"
+        f"(shipped: {', '.join(known) or 'none'})" + (f"; did you mean {meant}?" if meant else "")
     )
+
+
+def _meant(name: str, known: list[str]) -> str | None:
+    """The file whose suffix was left out, given or shipped, else the shipped one spelled alike."""
+    for suffix in _SUFFIXES:
+        if f"{name}{suffix}" in known or Path(f"{name}{suffix}").is_file():
+            return f"{name}{suffix}"
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.75)), None)

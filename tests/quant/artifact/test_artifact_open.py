@@ -172,6 +172,12 @@ def test_damaged_shards(artifact_dir: Path, damage: Callable[[bytes], bytes], me
     assert any(SHARD in str(problem) for problem in verify(artifact_dir))
 
 
+@pytest.mark.parametrize("name", ["config.json", "recipe.yaml", INDEX_NAME, SHARD])
+def test_a_missing_file_is_listed_once(artifact_dir: Path, name: str) -> None:
+    (artifact_dir / name).unlink()
+    assert [str(problem) for problem in verify(artifact_dir)] == [f"{name}: the file is missing"]
+
+
 def test_missing_shard(artifact_dir: Path) -> None:
     (artifact_dir / SHARD).unlink()
     with pytest.raises(IntegrityError, match=f"{SHARD} is missing"):

@@ -26,3 +26,33 @@ def test_not_found_names_both_places(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert part in str(caught.value)
     with pytest.raises(FileNotFoundError, match="is a folder"):
         resolve_input(str(tmp_path), "recipes")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("w4a16", "w4a16.yaml"), ("w4a61.yaml", "w4a16.yaml"), ("mine", "mine.yaml"), ("zzz", None)],
+)
+def test_a_near_miss_is_told_what_was_meant(
+    name: str, meant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("scheme: w8a8\n")
+    with pytest.raises(FileNotFoundError) as caught:
+        resolve_input(name, "recipes")
+    if meant is None:
+        assert "did you mean" not in str(caught.value)
+    else:
+        assert str(caught.value).endswith(f"; did you mean {meant}?")
+
+
+def test_what_lies_in_a_sub_folder_is_listed_and_found_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    default = shipped_dir("recipes") / "gates" / "default.yaml"
+    for name in ("gates/default.yaml", "default.yaml"):
+        assert resolve_input(name, "recipes", within="gates") == default
+    with pytest.raises(FileNotFoundError) as caught:
+        resolve_input("nope.yaml", "recipes", within="gates")
+    assert "(shipped: default.yaml)" in str(caught.value)
+    assert "w4a16.yaml" not in str(caught.value)
