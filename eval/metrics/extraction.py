@@ -23,8 +23,19 @@ from referencing.exceptions import Unresolvable
 from eval.errors import SuiteError
 from eval.measurement import Measurement
 from eval.metrics.normalise import flatten, normalise
-from eval.stats import Sampling, cluster_bootstrap, drop_interval, paired_counts, value
+from eval.stats import (
+    Interval,
+    Sampling,
+    clopper_pearson_upper,
+    cluster_bootstrap,
+    drop_interval,
+    paired_counts,
+    value,
+)
 from eval.suites import ExtractionItem
+
+# Below this many changed items the bootstrap of a graded rate is too sure of itself.
+FEW_CHANGED = 5
 
 _FENCE = re.compile(r"```[a-zA-Z]*\s*\n?(.*?)```", re.DOTALL)
 
@@ -240,6 +251,8 @@ def _graded(name: str, counts: Counts, rate: Rate) -> _Measure:
         interval = cluster_bootstrap(
             rows, lambda sums: rate(sums[:, :width]) - rate(sums[:, width:]), sampling
         )
+        num_changed = int((rows[:, :width] != rows[:, width:]).any(axis=1).sum())
+        interval = _unsure(interval, num_changed, len(rows), sampling.confidence)
         return Measurement(
             name=name,
             unit="drop",
@@ -256,6 +269,18 @@ def _graded(name: str, counts: Counts, rate: Rate) -> _Measure:
         )
 
     return one
+
+
+def _unsure(interval: Interval, num_changed: int, num_items: int, confidence: float) -> Interval:
+    """Bounds no narrower than what so few changed items can show.
+
+    Resampling items of which none changed gives a width of zero, as if five flawless items proved
+    that nothing is ever lost. The exact bound counts each changed item as lost whole.
+    """
+    if num_changed >= FEW_CHANGED:
+        return interval
+    most = clopper_pearson_upper(num_changed, num_items, confidence)
+    return replace(interval, lower=min(interval.lower, -most), upper=max(interval.upper, most))
 
 
 def _num_failed(pairs: Sequence[PairedItem]) -> int:

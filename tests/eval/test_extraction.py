@@ -222,3 +222,15 @@ def test_rates_of_nothing_are_not_scored() -> None:
         found = {m.name: m for m in measure(chosen, Sampling(draws=1000))}
         assert found["field_completeness"].num_scored == scored
         assert {name for name, _ in found["field_completeness"].domains} == domains
+
+
+@pytest.mark.parametrize(("count", "least"), [(5, 0.45), (58, 0.05), (60, 0.0487)])
+def test_flawless_items_prove_only_what_their_number_can(count: int, least: float) -> None:
+    """Five equal answers do not show that fields are never lost."""
+    right = score_answer(item(), answer())
+    pairs = [PairedItem(item=item(), base=right, candidate=right)] * count
+    found = {m.name: m for m in measure(pairs, Sampling(draws=1000))}
+    for name in ("field_completeness", "field_f1"):
+        assert found[name].estimate == 0
+        assert found[name].upper == pytest.approx(least, abs=1e-3)
+        assert found[name].lower == -found[name].upper
