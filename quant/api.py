@@ -9,6 +9,7 @@ Nothing is written before `carry_out`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +89,9 @@ def prepare(
     loaded = load_recipe(recipe, overrides)
     files = _calibration_files(calib)
     name = str(model) if model is not None else _recipe_model(loaded)
+    began = time.perf_counter()
     source = open_source(name)
+    opening_s = time.perf_counter() - began
     plan = make_plan(
         loaded,
         source.module_shapes,
@@ -105,6 +108,7 @@ def prepare(
         tokens=tokens,
         batch_tokens=loaded.calibration.batch_tokens,
         flops_per_s=measured_flops(device),
+        opening_s=opening_s,
     )
     target = Path(f"{_model_name(source)}-{loaded.name}") if out is None else Path(out)
     return Job(

@@ -176,6 +176,20 @@ def test_estimates_grow_with_tokens_and_shrink_with_bits() -> None:
     assert eight.seconds is None
 
 
+def test_estimated_time_includes_loading_the_source_and_the_embedding() -> None:
+    """Without calibration a run is mostly reading and writing, of which layers are one part."""
+    text = "scheme: w8a8\nmethod: rtn\n"
+
+    def seconds(made: Plan, opening_s: float) -> float:
+        found = estimate(made, tokens=0, batch_tokens=1, flops_per_s=1e9, opening_s=opening_s)
+        assert found.seconds is not None
+        return found.seconds
+
+    assert seconds(plan(text), 12) == pytest.approx(12 + seconds(plan(text), 0))
+    large = seconds(plan(text, vocab_size=300_000), 0) - seconds(plan(text, vocab_size=0), 0)
+    assert large == pytest.approx(2 * 2 * 300_000 * 96 * 2 / 125e6), "read twice, moved twice"
+
+
 def test_the_printed_plan_shows_fallbacks_before_anything_is_spent() -> None:
     text = printed(plan())
     for part in ("128 does not divide 96", "w4a16-channel", "0-11", "skip: lm_head", "warning: 12"):
