@@ -244,17 +244,46 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {name: round(1000 * value, 3) for name, value in shown.items()}
 
 
+_HINTS = {
+    "connect": "nothing answers at this URL; is the server up, and the port the right one?",
+    "timeout": "no answer in time; raise --timeout or lower --concurrency",
+    "cut": "the connection ended before the answer did; see the server's log",
+    "empty": "the answers hold no text; see what the server says to one request by hand",
+    "error_frame": "the server began to answer and then reported an error; see its log",
+    "http_401": "the server wants a key; pass --api-key",
+    "http_403": "the server refuses this key; pass another --api-key",
+    "http_404": "no /v1/chat/completions at this URL, or no such model there",
+    "http_503": "the server's queue is full or it is shutting down; lower --concurrency",
+}
+
+
+def hint(kind: str) -> str:
+    """What to try about a kind of failure."""
+    if kind in _HINTS:
+        return _HINTS[kind]
+    if kind.startswith("http_4"):
+        return "the server refuses these requests; send one by hand to see its words"
+    return "the server failed; see its log"
+
+
 def render_report(summary: Summary) -> Group:
     """The figures for a terminal."""
+    failed = ", ".join(f"{kind} {number}" for kind, number in summary.failures.items()) or "none"
+    counted = Text(f"{summary.sent} requests sent, {summary.ok} ok, failed: {failed}")
+    if not summary.ok:
+        return Group(
+            counted,
+            Text(f"nothing to measure: every request failed in {summary.duration_s:.2f} s"),
+            *(Text(f"{kind}: {hint(kind)}") for kind in summary.failures),
+        )
     table = Table(box=None, pad_edge=False)
     for column in ("ms", "p50", "p90", "p99", "mean"):
         table.add_column(column, justify="left" if column == "ms" else "right")
     for name, values in (("TTFT", summary.ttft_ms), ("TPOT", summary.tpot_ms),
                          ("end to end", summary.e2e_ms)):  # fmt: skip
         table.add_row(name, *(f"{value:.1f}" for value in values.values()))
-    failed = ", ".join(f"{kind} {number}" for kind, number in summary.failures.items()) or "none"
     return Group(
-        Text(f"{summary.sent} requests sent, {summary.ok} ok, failed: {failed}"),
+        counted,
         Text(
             f"concurrency {summary.concurrency}, {summary.duration_s:.2f} s, "
             f"{summary.output_tok_s:.1f} output tokens/s"

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from runtime.bench import Load, Outcome, Run, percentiles, run_load, summarize
+from runtime.bench import Load, Outcome, Run, hint, percentiles, run_load, summarize
 from runtime.cli import main
 from runtime.config import ConfigError
 
@@ -109,6 +109,28 @@ def test_nobody_there_is_a_failure_not_a_crash() -> None:
     summary = summarize(run_load(load), load)
     assert (summary.ok, summary.failures) == (0, {"connect": 2})
     assert summary.ttft_ms == summary.tpot_ms == {}
+
+
+def test_when_every_request_failed_kinds_and_hints_stand_for_the_table(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Mock, "plan", ["503", "cut"])
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", url, "--requests", "4", "--concurrency", "1"])
+    assert ended.value.code == 1
+    shown = capsys.readouterr().out
+    assert "4 requests sent, 0 ok, failed: cut 2, http_503 2" in shown
+    assert "http_503: the server's queue is full" in shown
+    assert "p50" not in shown
+    assert "tokens/s" not in shown
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    ("connect", "is the server up"), ("http_401", "--api-key"), ("http_422", "by hand"),
+    ("http_500", "its log"),
+])  # fmt: skip
+def test_every_kind_of_failure_has_a_hint(kind: str, words: str) -> None:
+    assert words in hint(kind)
 
 
 def test_a_server_that_says_nothing_times_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
