@@ -105,9 +105,11 @@ def _check_length(request: Request, bounds: Bounds) -> None:
     needed = num_prompt + (1 if asked is None else asked)
     if needed > bounds.max_model_len:
         wish = "at least 1 token" if asked is None else f"max_tokens {asked}"
+        lower = asked is not None and num_prompt < bounds.max_model_len  # else it would not help
+        way_out = "shorten the prompt" + (" or set a lower max_tokens" if lower else "")
         raise RequestError(
             f"the prompt has {num_prompt} tokens; with {wish} to generate that is {needed}, but "
-            f"the context holds {bounds.max_model_len}; shorten the prompt or lower max_tokens",
+            f"the context holds {bounds.max_model_len}; {way_out}",
             "prompt" if asked is None or num_prompt >= bounds.max_model_len else "max_tokens",
         )
     least = num_prompt + request.sampling.min_tokens

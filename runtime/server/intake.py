@@ -176,8 +176,18 @@ class Intake:
             check_request(request, self._bounds)
         except RequestError as error:
             code = "context_length_exceeded" if "context holds" in str(error) else None
-            raise BadRequest(str(error), error.param, code) from error
+            raise BadRequest(str(error), _param(error.param, body), code) from error
         return request
+
+
+def _param(param: str | None, body: Sampling) -> str | None:
+    """The field of the HTTP request that an engine's refusal is about."""
+    if isinstance(body, ChatBody):
+        names = {"prompt": "messages"}
+        if body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names.get(param or "", param)
+    return param
 
 
 def _too_long(found: str, max_model_len: int, param: str) -> BadRequest:

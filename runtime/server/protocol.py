@@ -47,6 +47,19 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
 }  # fmt: skip
 
+_WITHOUT_TOOLS = (
+    "; describe the functions in the prompt, ask for a call as JSON and parse the answer"
+)
+_WITHOUT_SCHEMA = (
+    ": the server does not constrain what the model writes; ask for the JSON in the prompt and "
+    "check the answer against your schema"
+)
+# What to do without an unsupported field, where there is something that works.
+_INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _WITHOUT_TOOLS),
+    **dict.fromkeys(("response_format", "structured_outputs", "guided_json"), _WITHOUT_SCHEMA),
+}
+
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -234,7 +247,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _refuse_unless_neutral(name: str, value: Any, known: set[str]) -> None:
     if name in UNSUPPORTED:
         if not any(type(value) is type(ok) and value == ok for ok in UNSUPPORTED[name]):
-            raise BadRequest(f"{name} is not supported by this server", name, "unsupported")
+            raise BadRequest(
+                f"{name} is not supported yet{_INSTEAD.get(name, '')}", name, "unsupported"
+            )
         return
     near = difflib.get_close_matches(name[:100], sorted(known | set(UNSUPPORTED)), n=1, cutoff=0.7)
     hint = f"; did you mean {near[0]}?" if near else ""

@@ -407,6 +407,42 @@ def test_the_context_fits_exactly_or_is_refused(
         assert "256" in error["message"]
 
 
+@pytest.mark.parametrize("limits", [{}, {"max_tokens": 4}, {"max_completion_tokens": 4}])
+def test_a_conversation_too_long_is_about_messages(
+    text: TextProcessor, limits: dict[str, int]
+) -> None:
+    messages = [{"role": "user", "content": "x" * 256}]
+    error = error_of(post(text, Script(), CHAT, messages=messages, **limits))
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "messages"
+    assert "lower max_tokens" not in error["message"]  # it would not help
+
+
+def test_a_limit_too_high_is_about_the_limit_that_was_sent(text: TextProcessor) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        error = error_of(post(text, Script(), CHAT, messages=HI, **{name: 256}))
+        assert error["param"] == name
+        assert "lower max_tokens" in error["message"]
+    error = error_of(post(text, Script(), COMPLETIONS, prompt=[7] * 256))
+    assert error["param"] == "prompt"
+    assert "lower max_tokens" not in error["message"]
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
+])  # fmt: skip
+def test_a_refused_feature_comes_with_what_works(
+    text: TextProcessor, field: str, value: object
+) -> None:
+    error = error_of(post(text, say(text), CHAT, messages=HI, **{field: value}))
+    assert (error["param"], error["code"]) == (field, "unsupported")
+    assert error["message"].startswith(f"{field} is not supported yet")
+    assert "prompt" in error["message"]
+    assert "JSON" in error["message"]
+
+
 def test_hopeless_texts_are_refused_without_tokenizing(text: TextProcessor) -> None:
     error = error_of(post(text, say(text), COMPLETIONS, prompt="x " * 500_000))
     assert "at least" in error["message"]
@@ -510,6 +546,7 @@ def test_api_key_guards_everything_but_probes(text: TextProcessor) -> None:
         assert (await client.get("/v1/models", headers=right)).status_code == 200
         for path in ("/health", "/metrics", "/version"):
             assert (await client.get(path)).status_code == 200
+            assert (await client.head(path)).status_code == 200
 
     run(text, say(text), knock, api_key="right")
 
