@@ -106,7 +106,7 @@ def make_job(
         if number is not None and number < least:
             raise UsageError(f"--{name} is {number}; expected at least {least}")
     try:
-        gates_path = resolve_input(str(gates or DEFAULT_GATES), "recipes")
+        gates_path = resolve_input(str(gates or DEFAULT_GATES), "recipes", within="gates")
         suite_path = Path(suite) if suite else shipped_dir("calib_data") / "gate"
     except FileNotFoundError as error:
         raise UsageError(str(error)) from error

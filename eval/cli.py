@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,11 +106,27 @@ EPILOG = (
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            number = version("weighbridge")
+        except PackageNotFoundError:
+            number = "(not installed)"
+        typer.echo(f"evaluate (weighbridge) {number}")
+        raise typer.Exit
+
+
 @app.command(name=DEFAULT_COMMAND, cls=Unnamed, help=HELP, epilog=EPILOG, hidden=True)
 def judge(
     artifact: Annotated[
         Path, typer.Argument(metavar="ART", help="The artifact's directory, as quantize made it.")
     ],
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
     base: Annotated[
         str | None,
         typer.Option(
@@ -211,6 +229,9 @@ def judge(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; anything wrong is one line on stderr and its exit code."""
+    # Before torch is imported: OpenMP threads that spin at barriers make a machine shared with
+    # anything else ten times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = app(args=arguments, standalone_mode=False, prog_name="evaluate") or 0
         if code == INTERRUPTED:
