@@ -37,7 +37,7 @@ def judge(
         if name in here and (judged[name] or None) != (here[name] or None)
     ]
     if different:
-        return stamp.verdict, "accepted, but judged by other numerics: " + ", ".join(different)
+        return stamp.verdict, "judged by other numerics: " + ", ".join(different)
     return stamp.verdict, None
 
 
