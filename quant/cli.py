@@ -173,7 +173,7 @@ def quantize_command(
         _refuse_misplaced(context)
         return
     if recipe is None:
-        if len(sys.argv) < 2:
+        if _nothing_was_said(context):
             typer.echo(context.get_help())
             raise typer.Exit
         raise USAGE_ERROR("give --recipe FILE (shipped: w4a16.yaml, w8a8.yaml, fp8.yaml, ...)")
@@ -186,6 +186,11 @@ def quantize_command(
         _show_coverage(job)
     else:
         _carry_out(job, overwrite=overwrite, resume=not no_resume)
+
+
+def _nothing_was_said(context: typer.Context) -> bool:
+    sources = (context.get_parameter_source(name) for name in context.params)
+    return all(source is None or source.name.startswith("DEFAULT") for source in sources)
 
 
 @app.command("plan")
