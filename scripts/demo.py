@@ -30,8 +30,10 @@ from quant.artifact.errors import ArtifactError
 from quant.artifact.stamp import Stamp, read_stamp
 
 RECIPES = ("w4a16", "w8a8")
-# Small enough for two CPU cores; `docs/` and the recipes say what real calibration takes.
-CALIBRATION = ["--samples", "24", "--max-tokens", "512"]
+# Small enough for two CPU cores: a real run calibrates on what the recipe says and judges by at
+# least the gate's defaults, which leave less undecided.
+CALIBRATION = ["--samples", "12", "--max-tokens", "512"]
+JUDGEMENT = ["--items", "40", "--windows", "24"]
 EXIT_ACCEPTED, EXIT_REJECTED, EXIT_INCONCLUSIVE = 0, 1, 3
 START_TIMEOUT_S = 120
 
@@ -113,7 +115,7 @@ def is_intact(artifact: Path) -> bool:
 
 
 def judge(console: Console, recipe: str, artifact: Path, model: Path) -> Candidate:
-    code = run(console, ["evaluate", str(artifact), "--base", str(model)])
+    code = run(console, ["evaluate", str(artifact), "--base", str(model), *JUDGEMENT])
     if code not in (EXIT_ACCEPTED, EXIT_REJECTED, EXIT_INCONCLUSIVE):
         sys.exit(f"error: evaluate ended with exit code {code}")
     return Candidate(recipe=recipe, path=artifact, exit_code=code, stamp=read_stamp(artifact))
