@@ -24,6 +24,13 @@ class StepInputs:
     query_lens, seq_lens: per span, plain ints (host side): new tokens; KV length including them.
     logit_rows_R: indices into T whose logits are wanted (the last row of a span that samples;
         every row where prompt log-probs are asked for).
+
+    On a device with kernels of our own the same facts lie on the device too, int32:
+    query_starts_S1: first row in T of each span, then T; seq_lens_S: `seq_lens`; block_tables_SB is
+        int32 there as well.
+    num_decodes: so many spans at the front have one token each. max_query_len: longest span.
+    A captured decode step leaves `query_lens` and `seq_lens` empty (they change from replay to
+    replay); its padding rows have seq_len 0 and slot -1, which write nothing.
     """
 
     token_ids_T: torch.Tensor
@@ -33,3 +40,7 @@ class StepInputs:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     logit_rows_R: torch.Tensor
+    query_starts_S1: torch.Tensor | None = None
+    seq_lens_S: torch.Tensor | None = None
+    num_decodes: int = 0
+    max_query_len: int = 0

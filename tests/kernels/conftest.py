@@ -1,0 +1,8 @@
+"""Kernels run in Triton's interpreter here; it must be chosen before triton is first imported."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
