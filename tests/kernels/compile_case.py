@@ -42,7 +42,7 @@ class CompileCase:
             values. Pointers are aligned unless named in `unaligned`.
         expects: by target, text that must stand in the PTX (gfx942: in the AMDGCN), such as
             `{"sm90": ("wgmma.mma_async",)}`.
-        max_spill_bytes: what sm90 may spill to local memory. Zero unless there is a reason.
+        max_spill_bytes: local memory per thread allowed on sm90. Zero unless there is a reason.
     """
 
     name: str
