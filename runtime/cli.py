@@ -23,7 +23,9 @@ from runtime.cli_options import (
     ArtifactDir,
     BlockSize,
     ComputeType,
+    Deterministic,
     Device,
+    EnforceEager,
     EngineSeed,
     Host,
     KVBlocks,
@@ -134,8 +136,8 @@ def serve_command(
     dtype: ComputeType = "auto",
     kv_cache_dtype: KVType = "auto",
     max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = 64,
-    max_num_batched_tokens: MaxBatched = 2048,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxBatched = None,
     long_prefill_token_threshold: LongPrefill = 0,
     block_size: BlockSize = 16,
     gpu_memory_utilization: Utilization = 0.90,
@@ -143,6 +145,8 @@ def serve_command(
     num_gpu_blocks_override: KVBlocks = None,
     no_prefix_caching: NoPrefixCaching = False,
     prefix_caching: PrefixCaching = False,
+    deterministic: Deterministic = False,
+    enforce_eager: EnforceEager = False,
     verify: Verify = "full",
     no_probe: NoProbe = False,
     probe: Probe = False,
@@ -164,6 +168,7 @@ def serve_command(
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_gpu_blocks_override=num_gpu_blocks_override,
         enable_prefix_caching=_unless("enable-prefix-caching", no_prefix_caching, prefix_caching),
+        deterministic=deterministic, enforce_eager=enforce_eager,
         verify="full" if _one_of("--verify", verify, ("full", "fast")) == "full" else "fast",
         probe=_unless("probe", no_probe, probe), seed=seed, num_threads=num_threads,
     )  # fmt: skip
@@ -416,7 +421,14 @@ def _dtype(value: str) -> DType:
 
 
 def _kv_dtype(value: str) -> KVCacheDType:
-    known: tuple[KVCacheDType, ...] = ("auto", "float32", "bfloat16", "float16", "fp8")
+    known: tuple[KVCacheDType, ...] = (
+        "auto",
+        "float32",
+        "bfloat16",
+        "float16",
+        "fp8",
+        "int8",
+    )
     return known[known.index(_one_of("--kv-cache-dtype", value, known))]
 
 

@@ -102,7 +102,7 @@ ComputeType = Annotated[
 KVType = Annotated[
     str,
     typer.Option("--kv-cache-dtype", metavar="TYPE", rich_help_panel=ENGINE,
-                 help="KV cache type: auto, float32, bfloat16, float16 or fp8. auto: the "
+                 help="KV cache type: auto, float32, bfloat16, float16, fp8 or int8. auto: the "
                  "artifact's own scheme."),
 ]  # fmt: skip
 MaxModelLen = Annotated[
@@ -111,14 +111,14 @@ MaxModelLen = Annotated[
                  rich_help_panel=ENGINE, show_default="the model's own limit"),
 ]  # fmt: skip
 MaxNumSeqs = Annotated[
-    int,
+    int | None,
     typer.Option(parser=COUNT, metavar="N", help="Most sequences running at once.",
-                 rich_help_panel=ENGINE),
+                 rich_help_panel=ENGINE, show_default="GPU 256, CPU 64"),
 ]  # fmt: skip
 MaxBatched = Annotated[
-    int,
+    int | None,
     typer.Option("--max-num-batched-tokens", parser=COUNT, metavar="N", rich_help_panel=ENGINE,
-                 help="Most tokens computed in one step."),
+                 help="Most tokens computed in one step.", show_default="GPU 8192, CPU 2048"),
 ]  # fmt: skip
 LongPrefill = Annotated[
     int,
@@ -151,6 +151,16 @@ NoPrefixCaching = Annotated[
                  help="Share no KV blocks between equal prompt beginnings."),
 ]  # fmt: skip
 PrefixCaching = Annotated[bool, typer.Option("--enable-prefix-caching", hidden=True)]
+Deterministic = Annotated[
+    bool,
+    typer.Option("--deterministic", metavar="", rich_help_panel=ENGINE,
+                 help="Answers that do not depend on what else runs, to the last bit (GPU)."),
+]  # fmt: skip
+EnforceEager = Annotated[
+    bool,
+    typer.Option("--enforce-eager", metavar="", rich_help_panel=ENGINE,
+                 help="Capture no CUDA graphs: slower, for finding faults."),
+]  # fmt: skip
 Verify = Annotated[
     str,
     typer.Option(metavar="HOW", rich_help_panel=ENGINE,

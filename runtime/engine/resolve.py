@@ -8,13 +8,14 @@ honoured is a ConfigError.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from runtime.config import ConfigError, EngineConfig, ResolvedConfig
+from runtime.config import Account, ConfigError, EngineConfig, ResolvedConfig
 from runtime.engine.block_manager import BLOCK_SIZES
 
 CPU_POOL_BYTES = 4 * 2**30
 CPU_POOL_SHARE = 0.25
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +42,47 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFacts:
-    """Memory the KV pool may take by default, in bytes, and in words where that comes from."""
+    """Memory the KV pool may take by default, in bytes, and in words where that comes from.
+
+    account: of a GPU, with `kv` 0: what the pool does not take stays in `left`.
+    """
 
     pool_bytes: int
     reason: str
+    account: Account | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The largest step: sequences and tokens. `reasons` as in ResolvedConfig."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    reasons: dict[str, str]
 
 
 def resolve_numerics(
-    config: EngineConfig, *, artifact_dtype: str, has_fp8_kv: bool, has_cuda: bool
+    config: EngineConfig,
+    *,
+    artifact_dtype: str,
+    has_fp8_kv: bool,
+    has_cuda: bool,
+    has_triton: bool = False,
 ) -> Numerics:
-    """Device, compute type and KV type.
+    """Device, compute type and KV type. `has_triton`: our own kernels run on the CUDA device.
 
     Raises:
-        ConfigError: an unknown device or type, or CUDA asked for where there is none.
+        ConfigError: an unknown device or type, CUDA asked for where there is none, or
+            `deterministic` where no kernel promises it.
     """
     reasons: dict[str, str] = {}
     device = _device(config, has_cuda, reasons)
+    if config.deterministic and (device == "cpu" or not has_triton):
+        raise ConfigError(
+            f"deterministic: no kernel on {device} promises results that are independent of the "
+            "batch to the last bit (a CUDA device with Triton does); leave it off (in float32, "
+            "greedy tokens agree but for near-ties)"
+        )
     dtype = _compute_dtype(config, device, artifact_dtype, reasons)
     kv_dtype = _kv_dtype(config, dtype, has_fp8_kv, reasons)
     return Numerics(device=device, dtype=dtype, kv_cache_dtype=kv_dtype, reasons=reasons)
@@ -71,10 +97,11 @@ def resolve(
         ConfigError: a size out of range, a context longer than the model's or than the pool.
     """
     _check_ranges(config)
-    reasons = dict(numerics.reasons)
-    num_seqs = _max_num_seqs(config, reasons)
+    limits = step_limits(config, numerics.device)
+    reasons = numerics.reasons | limits.reasons
     length = _asked_length(config, model, reasons)
-    num_blocks = _num_blocks(config, model, pool, length * num_seqs, reasons)
+    most_tokens = length * limits.max_num_seqs
+    num_blocks = _num_blocks(config, model, pool, most_tokens, reasons)
     length = _fitting_length(config, length, num_blocks * config.block_size, reasons)
     ends = {i: " and ".join(files) for i, files in model.end_of_text.items()}
     reasons["eos_token_ids"] = "; ".join(f"{i} from {files}" for i, files in ends.items()) or (
@@ -83,17 +110,18 @@ def resolve(
     reasons |= {
         "vocab_size": "rows of the output head",
         "artifact_digest": "sha256 of artifact.json",
+        "account": "measured before the KV pool was made",
     }
-    for name in ("max_num_batched_tokens", "long_prefill_token_threshold", "block_size",
-                 "enable_prefix_caching", "deterministic", "seed"):  # fmt: skip
+    for name in ("long_prefill_token_threshold", "block_size", "enable_prefix_caching",
+                 "deterministic", "enforce_eager", "seed"):  # fmt: skip
         reasons[name] = _said(config, name)
     return ResolvedConfig(
         device=numerics.device,
         dtype=numerics.dtype,
         kv_cache_dtype=numerics.kv_cache_dtype,
         max_model_len=length,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         block_size=config.block_size,
         num_blocks=num_blocks,
@@ -103,17 +131,44 @@ def resolve(
         eos_token_ids=tuple(model.end_of_text),
         vocab_size=model.vocab,
         artifact_digest=model.digest,
+        enforce_eager=config.enforce_eager,
+        account=_with_pool(pool.account, num_blocks * model.block_bytes),
         reasons=reasons,
     )
 
 
 def describe(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
-    """(name, value, reason) rows of the table that start-up prints: what a flag can change."""
-    return [
+    """(name, value, reason) rows of the table that start-up prints, a GPU's memory last."""
+    rows = [
         (f.name, _shown(getattr(resolved, f.name)), resolved.reasons.get(f.name, ""))
         for f in fields(resolved)
-        if f.name not in ("reasons", "deterministic")
+        if f.name not in ("reasons", "account")
     ]
+    return rows + ([] if resolved.account is None else _account_rows(resolved.account))
+
+
+def step_limits(config: EngineConfig, device: str) -> StepLimits:
+    """How many sequences and tokens one step may have.
+
+    Every running sequence must get its token in every step, so the token budget is a bound.
+    """
+    is_cpu = device == "cpu"
+    default_seqs, default_tokens = (64, 2048) if is_cpu else (256, 8192)
+    why = f"default on a {'CPU' if is_cpu else 'GPU'}"
+    num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    reasons = {
+        "max_num_seqs": why if num_seqs is None else "as asked",
+        "max_num_batched_tokens": why if num_tokens is None else "as asked",
+    }
+    num_seqs = default_seqs if num_seqs is None else num_seqs
+    num_tokens = default_tokens if num_tokens is None else num_tokens
+    if num_seqs > num_tokens:
+        reasons["max_num_seqs"] = (
+            f"lowered from {num_seqs} to max_num_batched_tokens: "
+            "each running sequence needs one token of a step"
+        )
+        num_seqs = num_tokens
+    return StepLimits(max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens, reasons=reasons)
 
 
 def cpu_pool(available_bytes: int) -> PoolFacts:
@@ -159,10 +214,9 @@ def _compute_dtype(
 
 def _kv_dtype(config: EngineConfig, dtype: str, has_fp8_kv: bool, reasons: dict[str, str]) -> str:
     asked = config.kv_cache_dtype
-    if asked not in ("auto", "float32", "bfloat16", "float16", "fp8"):
-        raise ConfigError(
-            f"kv_cache_dtype {asked!r} is unknown; use auto, float32, bfloat16, float16 or fp8"
-        )
+    if asked not in KV_CACHE_DTYPES:
+        known = ", ".join(KV_CACHE_DTYPES)
+        raise ConfigError(f"kv_cache_dtype {asked!r} is unknown; use one of {known}")
     if asked == "auto":
         why = "the artifact's kv_cache_scheme" if has_fp8_kv else "the compute type"
         reasons["kv_cache_dtype"] = why
@@ -174,10 +228,8 @@ def _kv_dtype(config: EngineConfig, dtype: str, has_fp8_kv: bool, reasons: dict[
 
 
 def _check_ranges(config: EngineConfig) -> None:
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, not {getattr(config, name)}")
-    for name in ("max_model_len", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len",
+                 "num_gpu_blocks_override", "kv_cache_memory_bytes"):  # fmt: skip
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}")
@@ -186,27 +238,10 @@ def _check_ranges(config: EngineConfig) -> None:
     if config.block_size not in BLOCK_SIZES:
         sizes = ", ".join(map(str, BLOCK_SIZES))
         raise ConfigError(f"block_size {config.block_size} is not supported; use one of {sizes}")
-    if config.deterministic:
-        raise ConfigError(
-            "deterministic: no kernel here promises results that are independent of the batch to "
-            "the last bit; leave it off (in float32, greedy tokens agree but for near-ties)"
-        )
     if not 0 < config.gpu_memory_utilization <= 1:
         raise ConfigError(
             f"gpu_memory_utilization is a share in (0, 1], not {config.gpu_memory_utilization}"
         )
-
-
-def _max_num_seqs(config: EngineConfig, reasons: dict[str, str]) -> int:
-    """Every running sequence must get its token in every step, so the token budget is a bound."""
-    if config.max_num_seqs > config.max_num_batched_tokens:
-        reasons["max_num_seqs"] = (
-            f"lowered from {config.max_num_seqs} to max_num_batched_tokens: "
-            "each running sequence needs one token of a step"
-        )
-        return config.max_num_batched_tokens
-    reasons["max_num_seqs"] = _said(config, "max_num_seqs")
-    return config.max_num_seqs
 
 
 def _asked_length(config: EngineConfig, model: ModelFacts, reasons: dict[str, str]) -> int:
@@ -264,6 +299,25 @@ def _fitting_length(
         )
     reasons["max_model_len"] = f"lowered from the model's {length} to what the KV pool holds"
     return num_pool_tokens
+
+
+def _with_pool(account: Account | None, pool_bytes: int) -> Account | None:
+    if account is None:
+        return None
+    return replace(account, kv=pool_bytes, left=account.left - pool_bytes)
+
+
+def _account_rows(account: Account) -> list[tuple[str, str, str]]:
+    what = {
+        "total": "the device's memory",
+        "weights": "packed, with tables",
+        "kv": "the KV pool",
+        "workspace": "what a full step takes at its worst",
+        "graphs": "set aside for captured decode steps",
+        "outside": "CUDA context, kernels, other processes",
+        "left": "beyond the utilization",
+    }
+    return [(f"memory: {name}", _size(getattr(account, name)), why) for name, why in what.items()]
 
 
 def _said(config: EngineConfig, name: str) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quant.artifact.errors import ManifestError
-from runtime.config import ConfigError, EngineConfig, ResolvedConfig
+from runtime.config import Account, ConfigError, EngineConfig, ResolvedConfig
 from runtime.engine.end_of_text import end_of_text_ids
 from runtime.engine.memory import available_host_bytes
 from runtime.engine.resolve import (
@@ -20,6 +20,7 @@ from runtime.engine.resolve import (
     describe,
     resolve,
     resolve_numerics,
+    step_limits,
 )
 
 GIB = 2**30
@@ -43,7 +44,7 @@ def test_every_value_has_a_reason_and_a_row() -> None:
     names = {f.name for f in fields(ResolvedConfig)} - {"reasons"}
     assert set(value.reasons) == names
     rows = describe(value)
-    assert {name for name, _, _ in rows} == names - {"deterministic"}  # no flag sets it
+    assert {name for name, _, _ in rows} == names - {"account"}, "a CPU has no account"
     assert all(shown and reason for _, shown, reason in rows)
 
 
@@ -79,6 +80,48 @@ def test_a_context_larger_than_the_pool_is_lowered_or_refused() -> None:
     assert forced.max_model_len == 2048, "a pool of forced size refuses single requests instead"
 
 
+def test_a_gpu_has_room_for_more_and_longer_steps() -> None:
+    cpu, gpu = (step_limits(EngineConfig(), device) for device in ("cpu", "cuda:1"))
+    assert (cpu.max_num_seqs, cpu.max_num_batched_tokens) == (64, 2048)
+    assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == (256, 8192)
+    said = step_limits(EngineConfig(max_num_seqs=7), "cuda")
+    assert (said.max_num_seqs, said.reasons["max_num_seqs"]) == (7, "as asked")
+
+
+def test_deterministic_needs_kernels_that_promise_it() -> None:
+    def ask(has_triton: bool, device: str = "cuda") -> str:
+        config = EngineConfig(deterministic=True, device=device)
+        return resolve_numerics(
+            config, artifact_dtype="bfloat16", has_fp8_kv=False, has_cuda=True,
+            has_triton=has_triton,
+        ).device  # fmt: skip
+
+    assert ask(True) == "cuda"
+    with pytest.raises(ConfigError, match="independent of the batch"):
+        ask(False)
+    with pytest.raises(ConfigError, match="no kernel on cpu"):
+        ask(True, "cpu")
+
+
+def test_a_gpus_memory_is_accounted_for() -> None:
+    account = Account(
+        total=100 * GIB, weights=6 * GIB, kv=0, workspace=2 * GIB, graphs=GIB, outside=GIB,
+        left=90 * GIB,
+    )  # fmt: skip
+    facts = PoolFacts(pool_bytes=80 * GIB + 5, reason="a test", account=account)
+    model = replace(MODEL, max_positions=10**6)
+    numerics = resolve_numerics(
+        EngineConfig(), artifact_dtype="bfloat16", has_fp8_kv=False, has_cuda=True
+    )
+    value = resolve(EngineConfig(), numerics, model, facts)
+    assert value.num_blocks == 80 * 1024
+    assert value.account == replace(account, kv=80 * GIB, left=10 * GIB)
+    parts = [getattr(value.account, f.name) for f in fields(Account) if f.name != "total"]
+    assert sum(parts) == account.total
+    shown = {name: text for name, text, _ in describe(value)}
+    assert (shown["memory: kv"], shown["memory: left"]) == ("80 GiB", "10 GiB")
+
+
 def test_the_token_budget_bounds_the_sequences() -> None:
     value = resolved(max_num_batched_tokens=32)
     assert value.max_num_seqs == 32
@@ -101,7 +144,7 @@ def test_the_token_budget_bounds_the_sequences() -> None:
         ({"device": "tpu"}, "'tpu' is unknown"),
         ({"device": "cuda"}, "torch finds none"),
         ({"dtype": "int4"}, "'int4' is unknown"),
-        ({"kv_cache_dtype": "int8"}, "'int8' is unknown"),
+        ({"kv_cache_dtype": "int4"}, "'int4' is unknown"),
     ],
 )
 def test_settings_that_cannot_be_honoured(said: dict[str, Any], message: str) -> None:
