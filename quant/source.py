@@ -25,6 +25,7 @@ from quant.artifact.store import CheckpointReader
 from quant.checkpoint import Source, file_sha256
 from quant.errors import AlreadyQuantizedError, SourceError
 from quant.modelling import check_family, check_tensors, load_tokenizer
+from quant.synthetic import SyntheticSource, is_synthetic
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
@@ -103,11 +104,14 @@ class HFSource(Source):
 
 
 def open_source(model: str) -> Source:
-    """The source that `model` names: a directory, a GGUF file, or a hub id `owner/name`.
+    """The source that `model` names: a directory, a GGUF file, or a hub id `owner/name`; or random
+    weights of a real shape, `synth:SHAPE` (see `quant.synthetic`).
 
     Raises SourceError (nothing there, incomplete, unreadable), UnsupportedModelError,
     AlreadyQuantizedError, or UnsafeCheckpointError (pickle weights, remote code).
     """
+    if is_synthetic(model):
+        return SyntheticSource(model)
     try:
         path = local_path(model)
     except FileNotFoundError as error:
