@@ -72,6 +72,7 @@ def plan_rows(spans: Iterable[tuple[Sequence, int]]) -> tuple[list[Piece], Rows]
 
     The last position of a sequence predicts the token to draw; earlier prompt positions predict the
     next prompt token. A recomputed sequence is asked only for the prompt log-probs still missing.
+    The token of a decode may be PENDING; who runs behind fills it in on the device.
     """
     pieces: list[Piece] = []
     rows = Rows(sampling=[], scoring=[])
@@ -84,7 +85,7 @@ def plan_rows(spans: Iterable[tuple[Sequence, int]]) -> tuple[list[Piece], Rows]
             rows.scoring.append((sequence, range(num_rows, num_rows + len(owed)), targets))
         wanted = [position - start for position in owed]
         num_rows += len(owed)
-        if end == len(sequence.tokens) and sequence.max_len > sequence.num_prompt:
+        if sequence.draws_at(end):
             rows.sampling.append((sequence, num_rows))
             wanted.append(num_tokens - 1)
             num_rows += 1
@@ -102,11 +103,12 @@ def plan_rows(spans: Iterable[tuple[Sequence, int]]) -> tuple[list[Piece], Rows]
 def _owed_positions(sequence: Sequence, start: int, end: int) -> range:
     """Positions in [start, end) whose logits give prompt log-probs not computed before.
 
-    Entry i + 1 of prompt_logprobs comes from position i; entry 0 is None and always there.
+    Entry i + 1 of prompt_logprobs comes from position i; entry 0 is None and always there. Chunks
+    in flight are not asked for again: `start` is behind them.
     """
     if sequence.request.sampling.prompt_logprobs is None:
         return range(0)
-    first_missing = max(len(sequence.prompt_logprobs) - 1, 0)
+    first_missing = len(sequence.prompt_logprobs) - 1
     return range(max(start, first_missing), min(end, sequence.num_prompt - 1))
 
 

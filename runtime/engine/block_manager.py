@@ -104,11 +104,16 @@ class BlockManager:
             self._cached[value] = block
             self._hashes[block] = value
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Make owned blocks unfindable, e.g. because their content is not to be trusted."""
-        for block in blocks:
-            assert self._refcounts[block] > 0, f"block {block} forgotten without an owner"
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Make blocks unfindable, owned or not, e.g. because their content is not to be trusted."""
+        for value in hashes:
+            block = self._cached.get(value)
+            if block is None:
+                continue
             self._unhash(block)
+            if self._refcounts[block] == 0:
+                del self._free_cached[block]
+                self._free_blank.append(block)
 
     def reset_cache(self) -> None:
         """Forget every cached prefix; owners keep their blocks."""

@@ -1,4 +1,9 @@
-"""Engine: requests in, tokens out. `step` is three calls: schedule, execute, collect.
+"""Engine: requests in, tokens out. `step` is three calls: schedule, launch, collect.
+
+The host runs behind: a step is collected when `runner.lag` later ones were launched, so that the
+device never waits for Python. At launch a schedule is committed with placeholders for the tokens it
+draws; at collect they become ids. A sequence found to have ended costs at most `lag` rows computed
+for nothing: they are dropped.
 
 A synchronous object: no threads, no text, no sockets. The server drives it in a process of its own,
 `eval` and the tests in theirs. One request's fault ends that request; an exception out of `step`
@@ -7,7 +12,9 @@ means the engine itself is broken.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -18,10 +25,11 @@ from runtime.config import EngineConfig, ResolvedConfig
 from runtime.engine.block_manager import BlockManager, hash_root
 from runtime.engine.completions import NO_TOKEN, Collected, distribute
 from runtime.engine.load import load
-from runtime.engine.model_runner import DecoderLike, ModelRunner, StepResult
+from runtime.engine.model_runner import DecoderLike, ModelRunner
+from runtime.engine.runner import Runner, StepResult
 from runtime.engine.scheduler import Limits, Schedule, Scheduler
 from runtime.engine.score import Score, ScoreItem, score_items
-from runtime.engine.sequence import Sequence
+from runtime.engine.sequence import Sequence, Status
 from runtime.engine.validation import Bounds, check_can_go_on, check_request, max_length
 from runtime.request import (
     Completion,
@@ -30,8 +38,16 @@ from runtime.request import (
     Request,
     RequestError,
     StepOutput,
-    TokenLogprobs,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InFlight:
+    """A step launched and not collected yet. started_s: when its making began (perf_counter)."""
+
+    schedule: Schedule
+    ticket: Any
+    started_s: float
 
 
 class Engine:
@@ -48,11 +64,13 @@ class Engine:
         kv: Any,
         resolved: ResolvedConfig,
         artifact: Artifact | None = None,
+        runner: Runner | None = None,
     ) -> None:
+        """runner: of this decoder and this kv; None takes the one that waits for every step."""
         self.resolved = resolved
         self.artifact = artifact
         self.spec = decoder.spec
-        self.runner = ModelRunner(decoder, kv, resolved.block_size)
+        self.runner: Runner = runner or ModelRunner(decoder, kv, resolved.block_size)
         self._blocks = BlockManager(
             resolved.num_blocks,
             resolved.block_size,
@@ -69,6 +87,8 @@ class Engine:
         self._generation_tokens_total = 0
         self._steps_total = 0
         self._step_s_total = 0.0
+        self._in_flight: deque[_InFlight] = deque()
+        self._collected_s = 0.0
 
     @classmethod
     def from_artifact(cls, path: Path, config: EngineConfig = EngineConfig()) -> Engine:  # noqa: B008
@@ -85,7 +105,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.num_live > 0
+        """Whether `step` has something to do: requests to serve, or steps to collect."""
+        return self._scheduler.num_live > 0 or bool(self._in_flight)
 
     def add(self, request: Request) -> None:
         """Queue a request. RequestError if it can never run; the engine is unchanged then."""
@@ -99,17 +120,27 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request and free all it holds at once. No row is emitted; unknown ids are fine."""
-        self._scheduler.finish(request_id)
+        self._finish(request_id)
 
     def step(self) -> StepOutput:
-        """Compute one schedule; an empty output if there is nothing to do."""
-        started = perf_counter()
-        schedule = self._scheduler.schedule()
-        if not schedule.spans:
-            return StepOutput()
-        output = self._collect(schedule, self.runner.execute(schedule))
-        self._steps_total += 1
-        self._step_s_total += perf_counter() - started
+        """Launch one schedule and collect the one `lag` steps before it.
+
+        Where nothing can be launched the oldest step in flight is collected; the output is empty
+        if there is none, or while the first steps are under way. An exception out of the runner
+        leaves the requests as after the last step that was collected.
+        """
+        output = StepOutput()
+        started_s = perf_counter()
+        schedule = self._schedule()
+        if self._in_flight and schedule.spans and not self.runner.can_run_behind(schedule):
+            self._drain(output)
+            schedule = self._schedule()
+        num_behind = max(len(self._in_flight) - 1, 0)
+        if schedule.spans:
+            self._launch(schedule, started_s)
+            num_behind = self.runner.lag
+        while len(self._in_flight) > num_behind:
+            self._collect(output)
         return output
 
     def generate(self, requests: Seq[Request]) -> list[Completion]:
@@ -128,6 +159,7 @@ class Engine:
         finally:
             for request_id in rows:
                 self.abort(request_id)
+            self._drain(StepOutput())
         return [rows[request.id].completion(request) for request in requests]
 
     def score(self, items: Seq[ScoreItem]) -> list[Score]:
@@ -155,62 +187,107 @@ class Engine:
         )
 
     def audit(self) -> None:
-        """AssertionError unless every block is owned as often as it is counted."""
-        self._scheduler.audit()
+        """AssertionError unless every block is owned as often as it is counted, and every token
+        that is not known yet is one that a step in flight draws."""
+        self._scheduler.audit([step.schedule for step in self._in_flight])
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes (for measurements that start cold)."""
         self._blocks.reset_cache()
 
-    def _collect(self, schedule: Schedule, result: StepResult) -> StepOutput:
-        output = StepOutput()
+    def _schedule(self) -> Schedule:
+        schedule = self._scheduler.schedule()
+        for sequence in schedule.preempted:
+            self.runner.release(sequence)
+        return schedule
+
+    def _launch(self, schedule: Schedule, started_s: float) -> None:
+        try:
+            ticket = self.runner.launch(schedule)
+        except BaseException:
+            self._abandon()
+            raise
         self._scheduler.commit(schedule)
-        for sequence in schedule.spans:
-            entries = result.prompt_logprobs.get(sequence)
-            if entries is not None:
-                sequence.prompt_logprobs += entries
-            if sequence in result.errors:
-                self._fail(sequence, result.errors[sequence], output)
-            elif sequence in result.tokens:
-                self._extend(sequence, result, output)
-            elif not sequence.num_remaining:
-                self._emit(sequence, NO_TOKEN, FinishReason.LENGTH, None, output)
-        return output
+        self._in_flight.append(_InFlight(schedule=schedule, ticket=ticket, started_s=started_s))
 
-    def _extend(self, sequence: Sequence, result: StepResult, output: StepOutput) -> None:
-        token_id = result.tokens[sequence]
-        sequence.append(token_id)
-        self._generation_tokens_total += 1
-        reason = None
-        if token_id in sequence.stop_ids:
-            reason = FinishReason.STOP
-        elif len(sequence.tokens) >= sequence.max_len:
-            reason = FinishReason.LENGTH
-        self._emit(sequence, token_id, reason, result.logprobs.get(sequence), output)
+    def _collect(self, output: StepOutput) -> None:
+        """Wait for the oldest step in flight and add its rows to `output`."""
+        step = self._in_flight[0]
+        try:
+            result = self.runner.collect(step.ticket)
+        except BaseException:
+            self._abandon()
+            raise
+        self._in_flight.popleft()
+        self._scheduler.collected(step.schedule, result.errors)
+        self._add_rows(step.schedule, result, output)
+        now_s = perf_counter()
+        self._steps_total += 1
+        self._step_s_total += now_s - max(step.started_s, self._collected_s)
+        self._collected_s = now_s
 
-    def _fail(self, sequence: Sequence, message: str, output: StepOutput) -> None:
-        output.errors[sequence.id] = message
-        self._emit(sequence, NO_TOKEN, FinishReason.ERROR, None, output)
+    def _drain(self, output: StepOutput) -> None:
+        while self._in_flight:
+            self._collect(output)
 
-    def _emit(
-        self,
-        sequence: Sequence,
-        token_id: int,
-        reason: FinishReason | None,
-        logprobs: TokenLogprobs | None,
-        output: StepOutput,
-    ) -> None:
-        is_first = sequence.num_generated == (0 if token_id == NO_TOKEN else 1)
-        if is_first:
-            self._emit_prompt(sequence, output)
+    def _abandon(self) -> None:
+        """A step could not be launched or collected: none after it is worth anything either."""
+        self._scheduler.rewind([step.schedule for step in self._in_flight])
+        self._in_flight.clear()
+        self.runner.abandon()
+
+    def _add_rows(self, schedule: Schedule, result: StepResult, output: StepOutput) -> None:
+        """Sequences that were aborted, or ended after the launch, get nothing any more."""
+        for sequence, entries in result.prompt_logprobs.items():
+            sequence.prompt_logprobs += entries
+        for sequence, message in result.errors.items():
+            if sequence.status is not Status.FINISHED:
+                output.errors[sequence.id] = message
+                self._end(sequence, FinishReason.ERROR, output)
+        self._add_tokens(schedule, result, output)
+        if len(schedule.sampling) < len(schedule.spans):
+            for sequence in schedule.spans:
+                if sequence.status is Status.RUNNING and sequence.num_collected == sequence.max_len:
+                    self._end(sequence, FinishReason.LENGTH, output)
+
+    def _add_tokens(self, schedule: Schedule, result: StepResult, output: StepOutput) -> None:
+        """The placeholders of this step become ids. Runs for every token of every sequence."""
+        logprobs = result.logprobs
+        for sequence, token_id in zip(schedule.sampling, result.token_ids, strict=True):
+            if sequence.status is Status.FINISHED:
+                continue
+            sequence.resolve(token_id)
+            if sequence.num_known == sequence.num_prompt + 1:
+                self._add_prompt(sequence, output)
+            reason = None
+            if token_id in sequence.stop_ids:
+                reason = FinishReason.STOP
+            elif sequence.num_known >= sequence.max_len:
+                reason = FinishReason.LENGTH
+            output.request_ids.append(sequence.id)
+            output.token_ids.append(token_id)
+            output.finish_reasons.append(reason)
+            output.logprobs.append(logprobs.get(sequence) if logprobs else None)
+            self._generation_tokens_total += 1
+            if reason is not None:
+                self._finish(sequence.id)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, output: StepOutput) -> None:
+        """A last row without a token."""
+        if sequence.num_known == sequence.num_prompt:
+            self._add_prompt(sequence, output)
         output.request_ids.append(sequence.id)
-        output.token_ids.append(token_id)
+        output.token_ids.append(NO_TOKEN)
         output.finish_reasons.append(reason)
-        output.logprobs.append(logprobs)
-        if reason is not None:
-            self._scheduler.finish(sequence.id, tainted=reason is FinishReason.ERROR)
+        output.logprobs.append(None)
+        self._finish(sequence.id, tainted=reason is FinishReason.ERROR)
 
-    def _emit_prompt(self, sequence: Sequence, output: StepOutput) -> None:
+    def _finish(self, request_id: str, *, tainted: bool = False) -> None:
+        sequence = self._scheduler.finish(request_id, tainted=tainted)
+        if sequence is not None:
+            self.runner.release(sequence)
+
+    def _add_prompt(self, sequence: Sequence, output: StepOutput) -> None:
         self._prompt_tokens_total += sequence.num_prompt
         output.cached_tokens[sequence.id] = sequence.num_cached or 0
         if len(sequence.prompt_logprobs) == sequence.num_prompt:
@@ -235,11 +312,12 @@ class Engine:
         return int.from_bytes(sha256(text.encode()).digest()[:8], "little", signed=True)
 
     def _require_idle(self, verb: str) -> None:
-        if self.has_work:
+        if self._scheduler.num_live:
             raise RequestError(
                 f"{verb}() needs an idle engine, but {self._scheduler.num_live} requests are live; "
                 "step() them to their end or abort them first"
             )
+        self._drain(StepOutput())  # steps of requests that have ended: their rows are nobody's
 
 
 def _limits(resolved: ResolvedConfig) -> Limits:

@@ -9,16 +9,16 @@ Shape legend: T tokens in the step, R rows of logits, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from runtime.engine.batch import Piece, Rows, build_inputs, plan_rows
 from runtime.engine.logprobs import token_logprobs
+from runtime.engine.runner import StepResult
 from runtime.engine.sampler import SamplingRow, sample
 from runtime.engine.scheduler import Schedule
-from runtime.engine.sequence import Sequence
+from runtime.engine.sequence import PENDING, Sequence
 from runtime.model.step import StepInputs
 from runtime.request import TokenLogprobs
 
@@ -49,23 +49,10 @@ class DecoderLike(Protocol):
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What one forward pass gave. A sequence is in `tokens` or in `errors`, not in both.
-
-    tokens: the token drawn for each sequence that drew one; logprobs for those that asked.
-    prompt_logprobs: entries that follow those a sequence has already.
-    errors: why a sequence cannot go on.
-    """
-
-    tokens: dict[Sequence, int] = field(default_factory=dict)
-    logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[Sequence, list[TokenLogprobs | None]] = field(default_factory=dict)
-    errors: dict[Sequence, str] = field(default_factory=dict)
-
-
 class ModelRunner:
-    """`execute` for schedules; `forward` for those with pieces of their own (scoring, probe)."""
+    """The runner that waits: a ticket is the result. See `runtime.engine.runner.Runner`."""
+
+    lag: int = 0
 
     def __init__(self, decoder: DecoderLike, kv: Any, block_size: int) -> None:
         self.decoder = decoder
@@ -89,18 +76,30 @@ class ModelRunner:
         """[R, vocab] float32."""
         return self.decoder.logits(hidden_RH)
 
+    def can_run_behind(self, schedule: Schedule) -> bool:
+        return True
+
     @torch.inference_mode()
-    def execute(self, schedule: Schedule) -> StepResult:
+    def launch(self, schedule: Schedule) -> StepResult:
         pieces, rows = plan_rows(schedule.spans.items())
         hidden_RH = self.forward(pieces)
-        result = StepResult()
+        result = StepResult(token_ids=[PENDING] * len(rows.sampling))
         self._score_prompts(hidden_RH, rows, result)
         self._draw(hidden_RH, rows, result)
         return result
 
+    def collect(self, ticket: StepResult) -> StepResult:
+        return ticket
+
+    def release(self, sequence: Sequence) -> None:
+        """Nothing is kept of a sequence."""
+
+    def abandon(self) -> None:
+        """Nothing is in flight."""
+
     def _score_prompts(self, hidden_RH: torch.Tensor, rows: Rows, result: StepResult) -> None:
         for sequence, span, targets in rows.scoring:
-            entries: list[TokenLogprobs | None] = [] if sequence.prompt_logprobs else [None]
+            entries: list[TokenLogprobs] = []
             num_top = sequence.request.sampling.prompt_logprobs or 0
             for start in range(0, len(span), self.rows_per_slice):
                 part = span[start : start + self.rows_per_slice]
@@ -124,7 +123,8 @@ class ModelRunner:
         if not sequences:
             return
         ids = sample(logits_RV, [sampling_row(sequence) for sequence in sequences]).tolist()
-        result.tokens.update(zip(sequences, ids, strict=True))
+        for row, token_id in zip(good, ids, strict=True):
+            result.token_ids[row] = token_id
         self._report(logits_RV, sequences, ids, result)
 
     def _sort_out_faults(
@@ -164,11 +164,12 @@ def sampling_row(sequence: Sequence) -> SamplingRow:
     params = sequence.request.sampling
     is_early = sequence.num_generated < params.min_tokens
     uses_prompt = params.repetition_penalty != 1.0
+    uses_output = uses_prompt or params.presence_penalty != 0 or params.frequency_penalty != 0
     return SamplingRow(
         params=params,
         seed=sequence.seed,
         num_generated=sequence.num_generated,
         prompt_ids=sequence.request.prompt if uses_prompt else (),
-        output_counts=sequence.output_counts,
+        output_counts=sequence.output_counts if uses_output else {},
         masked_ids=tuple(sequence.stop_ids) if is_early else (),
     )

@@ -12,6 +12,10 @@ Policy, in the order it is applied:
 3. Waiting sequences start, by (priority, arrival), when the KV of all their tokens fits beside one
    more block for each running sequence. Nobody starts in a step that preempted.
 
+A schedule is committed when it is launched, before the host knows its tokens; only when it was
+collected may its blocks be found by others. Blocks are freed at once even while a step in flight
+still writes to them: their next owner is computed by a later step, and steps run in order.
+
 Nobody starves: prompts own all their blocks from the start, so they always advance; the running
 sequence that has generated most is never a victim, so it ends; and a waiting sequence can be passed
 by later arrivals for lack of room at most MAX_PASSED times before the pool is left to drain for it.
@@ -20,12 +24,12 @@ by later arrivals for lack of room at most MAX_PASSED times before the pool is l
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from runtime.engine.block_manager import BlockManager
-from runtime.engine.sequence import Sequence, Status
+from runtime.engine.sequence import PENDING, Sequence, Status
 
 MAX_PASSED = 4
 SCAN_LIMIT = 32  # waiting sequences looked at in one step: keeps a step's cost flat
@@ -42,10 +46,14 @@ class Limits:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step's spans in order of service, and the room that is left."""
+    """One step's spans in order of service (decodes first), and the room that is left.
+
+    sampling: the sequences of `spans`, in the same order, that draw a token in this step.
+    """
 
     budget: int
     spans: dict[Sequence, int] = field(default_factory=dict)
+    sampling: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     partial: list[Sequence] = field(default_factory=list)
 
@@ -53,20 +61,17 @@ class Schedule:
         self.spans[sequence] = self.spans.get(sequence, 0) + num_tokens
         self.budget -= num_tokens
 
-    def take_back(self, sequence: Sequence) -> None:
-        self.budget += self.spans.pop(sequence, 0)
-
 
 class Start(Enum):
     """What came of trying to start a waiting sequence."""
 
     STARTED = auto()
-    LATER = auto()  # its prefix is being computed, or a long prompt holds the budget
+    LATER = auto()  # its prefix or its last step is being computed, or the budget is taken
     NO_ROOM = auto()  # its KV does not fit now
 
 
 class Scheduler:
-    """The queues. `schedule` decides, `commit` records that a schedule was computed."""
+    """The queues. `schedule` decides; `commit` and `collected` follow a step."""
 
     def __init__(self, limits: Limits, blocks: BlockManager) -> None:
         assert limits.max_num_seqs <= limits.max_num_batched_tokens, "refused on resolving"
@@ -102,20 +107,50 @@ class Scheduler:
         self._enqueue(sequence)
 
     def schedule(self) -> Schedule:
+        """The next step. Nothing but `commit` makes it count: it may be dropped for another."""
         plan = Schedule(self.limits.max_num_batched_tokens)
-        self._continue_decodes(plan)
-        self._continue_prompts(plan)
-        if not plan.preempted:
+        prompts = self._continue_decodes(plan)
+        for sequence in prompts:
+            if plan.budget and sequence.status is Status.RUNNING:
+                self._give_chunk(sequence, plan)
+        if self._waiting and not plan.preempted:
             self._start_waiting(plan)
         self._top_up(plan)
+        plan.sampling = [
+            sequence
+            for sequence, num_tokens in plan.spans.items()
+            if sequence.draws_at(sequence.num_computed + num_tokens)
+        ]
         return plan
 
     def commit(self, plan: Schedule) -> None:
-        """The spans were computed: move the borders, publish blocks that became full."""
+        """The step was launched: its KV counts as written, its tokens as drawn but unknown."""
         for sequence, num_tokens in plan.spans.items():
             sequence.num_computed += num_tokens
-            if sequence.num_computed // self.blocks.block_size > sequence.num_registered:
-                self._publish(sequence)
+            sequence.num_in_flight += 1
+        for sequence in plan.sampling:
+            sequence.tokens.append(PENDING)
+
+    def collected(self, plan: Schedule, faulty: Collection[Sequence] = ()) -> None:
+        """The step is over: publish the blocks it filled, but those of `faulty` sequences.
+
+        Steps are collected in order, so the ids of all tokens this one computed are known. A
+        sequence preempted meanwhile has no blocks, and has not started anew while in flight.
+        """
+        block_size = self.blocks.block_size
+        for sequence, num_tokens in plan.spans.items():
+            sequence.num_in_flight -= 1
+            if sequence.status is Status.RUNNING and sequence not in faulty:
+                sequence.num_collected = border = sequence.num_collected + num_tokens
+                if border >= (sequence.num_registered + 1) * block_size:
+                    self._publish(sequence)
+
+    def rewind(self, plans: Iterable[Schedule]) -> None:
+        """These committed steps failed, and none after them is in flight: as if never launched."""
+        for sequence in {sequence for plan in plans for sequence in plan.spans}:
+            del sequence.tokens[sequence.num_known :]
+            sequence.num_computed = sequence.num_collected
+            sequence.num_in_flight = 0
 
     def finish(self, request_id: str, *, tainted: bool = False) -> Sequence | None:
         """Remove a sequence, waiting or running, and free what it holds; None if unknown.
@@ -126,15 +161,15 @@ class Scheduler:
         if sequence is None:
             return None
         if tainted:
-            self.blocks.forget(sequence.block_ids)
+            self.blocks.forget(sequence.block_hashes)
         self._drop_blocks(sequence)
         self.running.pop(request_id, None)
         sequence.status = Status.FINISHED
         self._compact_queue()
         return sequence
 
-    def audit(self) -> None:
-        """AssertionError unless the books balance: blocks, queues and prefixes in flight."""
+    def audit(self, in_flight: Collection[Schedule] = ()) -> None:
+        """AssertionError unless the books balance: blocks, queues, prefixes, steps in flight."""
         self.blocks.audit(sequence.block_ids for sequence in self._live.values())
         assert len(self.running) <= self.limits.max_num_seqs
         queued = {sequence.id for _, _, sequence in self._waiting if sequence.id in self._live}
@@ -143,19 +178,45 @@ class Scheduler:
             assert (sequence.status is Status.RUNNING) == (sequence.id in self.running)
             held = len(sequence.block_ids)
             assert self.blocks.blocks_for(sequence.num_computed) <= held, "KV without a block"
+            self._audit_borders(sequence, in_flight)
         assert all(s.status is Status.RUNNING for s in self._in_flight.values())
 
-    def _continue_decodes(self, plan: Schedule) -> None:
-        for sequence in list(self.running.values()):
-            if sequence.status is not Status.RUNNING or sequence.num_remaining != 1:
-                continue
-            if self._ensure_room(sequence, plan):
-                plan.give(sequence, 1)
+    def _audit_borders(self, sequence: Sequence, in_flight: Collection[Schedule]) -> None:
+        spans = [plan.spans[sequence] for plan in in_flight if sequence in plan.spans]
+        assert sequence.num_in_flight == len(spans), "a step in flight is not counted"
+        num_pending = sum(sequence in plan.sampling for plan in in_flight)
+        known, pending = (
+            sequence.tokens[: sequence.num_known],
+            sequence.tokens[sequence.num_known :],
+        )
+        assert PENDING not in known, "an unknown id is taken for known"
+        assert pending == [PENDING] * num_pending, "placeholders and steps in flight differ"
+        assert len(sequence.tokens) <= max(sequence.max_len, sequence.num_prompt)
+        assert sequence.num_registered * self.blocks.block_size <= sequence.num_collected
+        assert len(sequence.block_hashes) * self.blocks.block_size <= sequence.num_known
+        if sequence.status is Status.RUNNING:
+            assert sequence.num_computed == sequence.num_collected + sum(spans)
+        else:
+            assert sequence.num_computed == sequence.num_collected == 0
 
-    def _continue_prompts(self, plan: Schedule) -> None:
-        for sequence in self.running.values():
-            if plan.budget and sequence not in plan.spans:
-                self._give_chunk(sequence, plan)
+    def _continue_decodes(self, plan: Schedule) -> list[Sequence]:
+        """One token for each that has one to compute; returns those that have more.
+
+        The whole cost of steady decode is this loop: it asks for nothing that needs a call.
+        """
+        prompts: list[Sequence] = []
+        spans, block_size = plan.spans, self.blocks.block_size
+        for sequence in list(self.running.values()):
+            start = sequence.num_computed
+            num_remaining = min(len(sequence.tokens), sequence.compute_limit) - start
+            if num_remaining > 1:
+                prompts.append(sequence)
+            elif num_remaining == 1 and sequence.status is Status.RUNNING:
+                has_room = start < len(sequence.block_ids) * block_size
+                if has_room or self._make_room(sequence, plan):
+                    spans[sequence] = 1
+        plan.budget -= len(spans)
+        return prompts
 
     def _start_waiting(self, plan: Schedule) -> None:
         looked_at: list[Sequence] = []
@@ -177,6 +238,8 @@ class Scheduler:
             self._enqueue(sequence)
 
     def _start(self, sequence: Sequence, plan: Schedule) -> Start:
+        if sequence.num_in_flight:
+            return Start.LATER
         hashes = self._shareable(sequence)
         shared = self.blocks.match(hashes)
         if len(shared) < len(hashes) and hashes[len(shared)] in self._in_flight:
@@ -196,6 +259,7 @@ class Scheduler:
         sequence.status = Status.RUNNING
         sequence.block_ids = blocks
         sequence.num_computed = num_shared * self.blocks.block_size
+        sequence.num_collected = sequence.num_computed
         sequence.num_registered = num_shared
         sequence.num_passed = 0
         self.running[sequence.id] = sequence
@@ -225,10 +289,8 @@ class Scheduler:
                 wanted = min(sequence.num_remaining, threshold or sequence.num_remaining)
                 plan.give(sequence, min(wanted - given, plan.budget))
 
-    def _ensure_room(self, sequence: Sequence, plan: Schedule) -> bool:
+    def _make_room(self, sequence: Sequence, plan: Schedule) -> bool:
         """A block for the next token, by preemption if need be; False if it fell victim itself."""
-        if self.blocks.blocks_for(sequence.num_computed + 1) <= len(sequence.block_ids):
-            return True
         while (blocks := self.blocks.acquire((), 1)) is None:
             victim = max(self.running.values(), key=_victim_order)
             self._preempt(victim, plan)
@@ -238,7 +300,7 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Sequence, plan: Schedule) -> None:
-        plan.take_back(victim)
+        plan.spans.pop(victim, None)
         plan.preempted.append(victim)
         self._drop_blocks(victim)
         del self.running[victim.id]
@@ -248,7 +310,7 @@ class Scheduler:
         self._enqueue(victim)
 
     def _publish(self, sequence: Sequence) -> None:
-        num_full = sequence.num_computed // self.blocks.block_size
+        num_full = sequence.num_collected // self.blocks.block_size
         hashes = sequence.hashes(num_full, self.blocks.block_size)
         for index in range(sequence.num_registered, num_full):
             self.blocks.register(sequence.block_ids[index], hashes[index])
@@ -263,6 +325,7 @@ class Scheduler:
         self.blocks.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed = 0
+        sequence.num_collected = 0
         sequence.num_registered = 0
 
     def _shareable(self, sequence: Sequence) -> list[bytes]:
@@ -300,5 +363,7 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
 
-def _victim_order(sequence: Sequence) -> tuple[int, int, int]:
-    return (sequence.request.priority, -sequence.num_generated, sequence.arrival)
+def _victim_order(sequence: Sequence) -> tuple[bool, int, int, int]:
+    """Who only waits for tokens in flight loses nothing by it, and goes first."""
+    is_over = sequence.num_remaining == 0 and sequence.num_generated > 0
+    return (is_over, sequence.request.priority, -sequence.num_generated, sequence.arrival)

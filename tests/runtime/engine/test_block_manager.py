@@ -70,14 +70,20 @@ def test_eviction_takes_the_least_recently_used_and_tails_before_heads() -> None
     manager.audit([held, more])
 
 
-def test_forgotten_blocks_are_not_found() -> None:
+@pytest.mark.parametrize("is_owned", [True, False])
+def test_forgotten_blocks_are_not_found(is_owned: bool) -> None:
     manager = BlockManager(4, 8)
     hashes = chain(hash_root([]), list(range(16)), 8)
     table = filled(manager, hashes)
-    manager.forget(table)
-    manager.release(table)
+    if not is_owned:
+        manager.release(table)
+    manager.forget(hashes)
     assert manager.match(hashes) == []
+    if is_owned:
+        manager.audit([table])
+        manager.release(table)
     manager.audit([])
+    assert manager.num_free == 4
 
 
 def test_resetting_the_cache_leaves_owners_alone() -> None:
@@ -143,7 +149,7 @@ def test_random_use_keeps_the_books(data: st.DataObject) -> None:
         elif tables:
             table = data.draw(st.sampled_from(tables))
             if action == "forget":
-                manager.forget(table)
+                manager.forget(contents[block] for block in table)
             tables.remove(table)
             manager.release(table)
         manager.audit(tables)

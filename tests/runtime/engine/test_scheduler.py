@@ -5,6 +5,7 @@ The model is a stand-in: every computed span that reaches the end of its sequenc
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from time import process_time
@@ -29,8 +30,9 @@ class World:
     budget: int = 16
     threshold: int = 0
     caching: bool = True
+    lag: int = 0
     num_arrived: int = 0
-    gaps: dict[str, int] = field(default_factory=dict)
+    in_flight: deque[Schedule] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.blocks = BlockManager(self.num_blocks, BLOCK, enable_prefix_caching=self.caching)
@@ -71,16 +73,26 @@ class World:
         return sequence
 
     def step(self) -> Schedule:
+        """Launch a schedule, collect those more than `lag` steps old (one if none was launched)."""
         plan = self.scheduler.schedule()
         self.check(plan)
-        self.scheduler.commit(plan)
-        for sequence in plan.spans:
-            if sequence.num_remaining == 0:
-                sequence.append(1000 + sequence.num_generated)
-                if len(sequence.tokens) >= sequence.max_len:
-                    self.scheduler.finish(sequence.id)
-        self.scheduler.audit()
+        if plan.spans:
+            self.scheduler.commit(plan)
+            self.in_flight.append(plan)
+        self.scheduler.audit(self.in_flight)
+        if len(self.in_flight) > (self.lag if plan.spans else 0):
+            self.collect()
         return plan
+
+    def collect(self) -> None:
+        plan = self.in_flight.popleft()
+        self.scheduler.collected(plan)
+        for sequence in plan.sampling:
+            if sequence.status is not Status.FINISHED:
+                sequence.resolve(1000 + sequence.num_known - sequence.num_prompt)
+                if sequence.num_known >= sequence.max_len:
+                    self.scheduler.finish(sequence.id)
+        self.scheduler.audit(self.in_flight)
 
     def check(self, plan: Schedule) -> None:
         assert sum(plan.spans.values()) + plan.budget == self.budget
@@ -109,8 +121,9 @@ class World:
             if not self.scheduler.num_live:
                 assert self.blocks.num_used == 0
                 return steps
+            was_behind = bool(self.in_flight)
             plan = self.step()
-            assert plan.spans or plan.preempted, "a step that did nothing"
+            assert plan.spans or plan.preempted or was_behind, "a step that did nothing"
         raise AssertionError("somebody starves")
 
 
@@ -277,6 +290,7 @@ def test_random_traffic(data: st.DataObject) -> None:
         budget=data.draw(st.integers(6, 40)),
         threshold=data.draw(st.sampled_from([0, 0, 5])),
         caching=data.draw(st.booleans()),
+        lag=data.draw(st.integers(0, 3)),
     )
     sequences: list[Sequence] = []
     aborted: set[Sequence] = set()
@@ -293,7 +307,7 @@ def test_random_traffic(data: st.DataObject) -> None:
             victim = data.draw(st.sampled_from(sequences))
             if world.scheduler.finish(victim.id):
                 aborted.add(victim)
-            world.scheduler.audit()
+            world.scheduler.audit(world.in_flight)
     world.drain()
     for sequence in set(sequences) - aborted:
         assert len(sequence.tokens) == sequence.max_len
@@ -315,8 +329,9 @@ def test_a_decode_step_costs_little_python() -> None:
         started = process_time()
         plan = world.scheduler.schedule()
         world.scheduler.commit(plan)
+        world.scheduler.collected(plan)
         spent += process_time() - started
         assert len(plan.spans) == num_seqs
-        for sequence in plan.spans:
-            sequence.append(5)
+        for sequence in plan.sampling:
+            sequence.resolve(5)
     assert spent / 20 < 0.02
