@@ -19,7 +19,7 @@ from runtime.config import ResolvedConfig
 from runtime.engine.batch import Piece
 from runtime.engine.block_manager import BlockManager
 from runtime.engine.logprobs import FLOOR
-from runtime.engine.model_runner import ModelRunner
+from runtime.engine.runner import Runner
 from runtime.engine.validation import Bounds, check_ids
 from runtime.request import RequestError
 
@@ -77,7 +77,7 @@ class _Job:
 
 def score_items(
     items: Seq[ScoreItem],
-    runner: ModelRunner,
+    runner: Runner,
     blocks: BlockManager,
     bounds: Bounds,
     resolved: ResolvedConfig,
@@ -131,7 +131,7 @@ def _retire(active: list[_Job], blocks: BlockManager) -> None:
         active.remove(job)
 
 
-def _advance(active: list[_Job], runner: ModelRunner, budget: int) -> None:
+def _advance(active: list[_Job], runner: Runner, budget: int) -> None:
     """One forward pass over the next chunks, then its rows, slice by slice."""
     chunks: list[tuple[_Job, int, int]] = []
     for job in active:
