@@ -1,0 +1,61 @@
+"""Time of one call on a GPU: many calls on different data captured in a graph, replays, medians.
+
+Data are rotated: each call of a graph has its own weights, more in all than the L2 cache holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+ROTATED_BYTES = 160 * 2**20
+BYTES_PER_US = 4.3e6  # what the reference card reads at best
+
+
+def num_copies(num_bytes: int, device: torch.device) -> int:
+    """How many sets of data one graph needs so that none is still in the cache when it returns."""
+    return 2 if device.type == "cpu" else min(64, max(2, -(-ROTATED_BYTES // num_bytes)))
+
+
+def call_us(
+    calls: Sequence[Callable[[], object]], device: torch.device, repeats: int = 15
+) -> list[float]:
+    """Microseconds per call, one figure per pass over all `calls`."""
+    run = _captured(calls) if device.type == "cuda" else _looped(calls)
+    run()
+    return [_pass_us(run, device) / len(calls) for _ in range(repeats)]
+
+
+def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """Each call runs twice first, outside: kernels are compiled and libraries choose then."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in (*calls, *calls):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def _looped(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    return lambda: [call() for call in calls]
+
+
+def _pass_us(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return 1e6 * (time.perf_counter() - began)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end)
