@@ -16,6 +16,8 @@ class Buffers(Protocol):
     @property
     def positions_S(self) -> Tensor: ...
     @property
+    def kv_slots_S(self) -> Tensor: ...
+    @property
     def slots_S(self) -> Tensor: ...
     @property
     def seq_lens_S(self) -> Tensor: ...
@@ -24,18 +26,26 @@ class Buffers(Protocol):
 
 
 def decode_inputs_reference(
-    rows_S5: Tensor, tables_NB: Tensor, last_tokens_N: Tensor, block_size: int, out: Buffers
+    rows_S5: Tensor,
+    tables_NB: Tensor,
+    last_tokens_N: Tensor,
+    num_generated_N: Tensor,
+    block_size: int,
+    out: Buffers,
 ) -> None:
     """See `runtime.kernels.decode_inputs.decode_inputs`."""
-    slots, positions, blocks, tokens, _ = rows_S5.long().unbind(1)
+    slots, positions, blocks, tokens, counts = rows_S5.long().unbind(1)
     is_live = positions >= 0
-    columns = positions.clamp(min=0) // block_size
-    tables_NB[slots[is_live], columns[is_live]] = blocks[is_live].to(torch.int32)
+    live, columns = slots[is_live], positions.clamp(min=0) // block_size
+    tables_NB[live, columns[is_live]] = blocks[is_live].to(torch.int32)
+    num_generated_N[live] = counts[is_live].to(torch.int32)
+    slots = torch.where(is_live, slots, 0)
     held_S = torch.where(tokens < 0, last_tokens_N[slots].long(), tokens)
     out.token_ids_S.copy_(torch.where(is_live, held_S, 0))
     out.positions_S.copy_(positions.clamp(min=0))
-    pool_rows_S = blocks * block_size + positions % block_size
-    out.slots_S.copy_(torch.where(is_live, pool_rows_S, -1))
+    kv_slots_S = blocks * block_size + positions % block_size
+    out.kv_slots_S.copy_(torch.where(is_live, kv_slots_S, -1))
+    out.slots_S.copy_(torch.where(is_live, slots, -1))
     out.seq_lens_S.copy_(positions + 1)
     is_held_SB = torch.arange(tables_NB.shape[1], device=rows_S5.device) <= columns[:, None]
     is_held_SB &= is_live[:, None]
