@@ -123,25 +123,19 @@ class Engine:
         self._finish(request_id)
 
     def step(self) -> StepOutput:
-        """Launch one schedule and collect the one `lag` steps before it.
+        """Launch one schedule and collect the one `lag` steps before it: one at most.
 
-        Where nothing can be launched the oldest step in flight is collected; the output is empty
-        if there is none, or while the first steps are under way. An exception out of the runner
-        leaves the requests as after the last step that was collected.
+        Where nothing can be launched, or not before the steps in flight are known, the oldest of
+        them is collected. The output is empty if there is none, and while the first ones are under
+        way. An exception out of the runner leaves the requests as after the last step collected.
         """
-        output = StepOutput()
         started_s = perf_counter()
         schedule = self._schedule()
-        if self._in_flight and schedule.spans and not self.runner.can_run_behind(schedule):
-            self._drain(output)
-            schedule = self._schedule()
-        num_behind = max(len(self._in_flight) - 1, 0)
-        if schedule.spans:
+        if schedule.spans and (not self._in_flight or self.runner.can_run_behind(schedule)):
             self._launch(schedule, started_s)
-            num_behind = self.runner.lag
-        while len(self._in_flight) > num_behind:
-            self._collect(output)
-        return output
+            if len(self._in_flight) <= self.runner.lag:
+                return StepOutput()
+        return self._collect() if self._in_flight else StepOutput()
 
     def generate(self, requests: Seq[Request]) -> list[Completion]:
         """Run these requests to the end, all at once; completions in the order of `requests`.
@@ -159,7 +153,7 @@ class Engine:
         finally:
             for request_id in rows:
                 self.abort(request_id)
-            self._drain(StepOutput())
+            self._drain()
         return [rows[request.id].completion(request) for request in requests]
 
     def score(self, items: Seq[ScoreItem]) -> list[Score]:
@@ -210,8 +204,8 @@ class Engine:
         self._scheduler.commit(schedule)
         self._in_flight.append(_InFlight(schedule=schedule, ticket=ticket, started_s=started_s))
 
-    def _collect(self, output: StepOutput) -> None:
-        """Wait for the oldest step in flight and add its rows to `output`."""
+    def _collect(self) -> StepOutput:
+        """Wait for the oldest step in flight; its rows."""
         step = self._in_flight[0]
         try:
             result = self.runner.collect(step.ticket)
@@ -220,15 +214,18 @@ class Engine:
             raise
         self._in_flight.popleft()
         self._scheduler.collected(step.schedule, result.errors)
-        self._add_rows(step.schedule, result, output)
+        output = self._rows(step.schedule, result)
         now_s = perf_counter()
         self._steps_total += 1
         self._step_s_total += now_s - max(step.started_s, self._collected_s)
         self._collected_s = now_s
+        return output
 
-    def _drain(self, output: StepOutput) -> None:
+    def _drain(self) -> None:
+        """Collect steps whose requests have all ended: their rows are nobody's."""
+        assert not self._scheduler.num_live
         while self._in_flight:
-            self._collect(output)
+            self._collect()
 
     def _abandon(self) -> None:
         """A step could not be launched or collected: none after it is worth anything either."""
@@ -236,8 +233,9 @@ class Engine:
         self._in_flight.clear()
         self.runner.abandon()
 
-    def _add_rows(self, schedule: Schedule, result: StepResult, output: StepOutput) -> None:
+    def _rows(self, schedule: Schedule, result: StepResult) -> StepOutput:
         """Sequences that were aborted, or ended after the launch, get nothing any more."""
+        output = StepOutput()
         for sequence, entries in result.prompt_logprobs.items():
             sequence.prompt_logprobs += entries
         for sequence, message in result.errors.items():
@@ -249,6 +247,7 @@ class Engine:
             for sequence in schedule.spans:
                 if sequence.status is Status.RUNNING and sequence.num_collected == sequence.max_len:
                     self._end(sequence, FinishReason.LENGTH, output)
+        return output
 
     def _add_tokens(self, schedule: Schedule, result: StepResult, output: StepOutput) -> None:
         """The placeholders of this step become ids. Runs for every token of every sequence."""
@@ -317,7 +316,7 @@ class Engine:
                 f"{verb}() needs an idle engine, but {self._scheduler.num_live} requests are live; "
                 "step() them to their end or abort them first"
             )
-        self._drain(StepOutput())  # steps of requests that have ended: their rows are nobody's
+        self._drain()
 
 
 def _limits(resolved: ResolvedConfig) -> Limits:

@@ -41,7 +41,7 @@ class Runner(Protocol):
 
     @property
     def lag(self) -> int:
-        """How many steps the host may run behind; 0 waits for every step."""
+        """How many steps the host may run behind, a constant; 0 waits for every step."""
         ...
 
     @property
@@ -53,7 +53,8 @@ class Runner(Protocol):
         ...
 
     def can_run_behind(self, schedule: Schedule) -> bool:
-        """Whether `schedule` can be launched while steps before it are still in flight."""
+        """Whether `schedule` can be launched while steps before it are still in flight. If not,
+        they are collected first and a new schedule is made; this one is never launched."""
         ...
 
     def launch(self, schedule: Schedule) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 import torch
+from lagging import LaggingRunner
 
 from runtime.config import ResolvedConfig
 from runtime.engine.engine import Engine
@@ -84,6 +85,7 @@ def make_engine(
     caching: bool = True,
     threshold: int = 0,
     make_logits: Logits = hashed_logits,
+    lag: int = 0,
 ) -> Engine:
     pool = Pool(torch.full((num_blocks * block_size,), EMPTY), block_size)
     resolved = ResolvedConfig(
@@ -103,7 +105,9 @@ def make_engine(
         vocab_size=VOCAB,
         artifact_digest="scripted",
     )
-    return Engine(ScriptedDecoder(make_logits), pool, resolved)
+    decoder = ScriptedDecoder(make_logits)
+    runner = LaggingRunner(decoder, pool, block_size, lag) if lag else None
+    return Engine(decoder, pool, resolved, runner=runner)
 
 
 def request(name: str, prompt: Sequence[int], **sampling: object) -> Request:

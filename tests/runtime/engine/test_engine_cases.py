@@ -20,9 +20,17 @@ from scripted_engine import (
     run,
 )
 
-from runtime.request import Completion, FinishReason, Request, RequestError, SamplingParams
+from runtime.request import (
+    Completion,
+    FinishReason,
+    Request,
+    RequestError,
+    SamplingParams,
+    StepOutput,
+)
 
 SMALL = {"num_blocks": 24, "chunk": 32}  # 384 tokens: eight long requests preempt all the time
+lags = pytest.mark.parametrize("lag", [0, 1, 2, 3])
 
 
 def say(tokens: list[int], prompt_length: int) -> Logits:
@@ -65,7 +73,13 @@ def same(got: Completion, expected: Completion) -> bool:
     return replace(got, cached_tokens=0) == replace(expected, cached_tokens=0)
 
 
-@pytest.mark.parametrize("options", [{}, SMALL, {**SMALL, "caching": False}, {"chunk": 9}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, SMALL, {**SMALL, "caching": False}, {"chunk": 9}, {"lag": 1}, {**SMALL, "lag": 1},
+        {**SMALL, "lag": 2}, {**SMALL, "caching": False, "lag": 3}, {"chunk": 9, "lag": 3},
+    ],
+)  # fmt: skip
 def test_d03_d15_crowds_and_preemption_change_nothing(
     options: dict[str, object], mixed_alone: dict[str, Completion]
 ) -> None:
@@ -78,9 +92,10 @@ def test_d03_d15_crowds_and_preemption_change_nothing(
     assert (engine.stats().preemptions_total > 0) == ("num_blocks" in options)
 
 
-def test_d15_staggered_arrival_and_leaving(mixed_alone: dict[str, Completion]) -> None:
+@lags
+def test_d15_staggered_arrival_and_leaving(mixed_alone: dict[str, Completion], lag: int) -> None:
     """Rows come, go, are aborted and preempted around them: each keeps its own settings."""
-    engine = make_engine(**SMALL)
+    engine = make_engine(**SMALL, lag=lag)
     pending = mixed_requests()
     tokens: dict[str, list[int]] = defaultdict(list)
     for step in range(1000):
@@ -101,8 +116,9 @@ def test_d15_staggered_arrival_and_leaving(mixed_alone: dict[str, Completion]) -
     assert_idle(engine)
 
 
-def test_d01_larger_than_the_pool() -> None:
-    engine = make_engine(**SMALL)
+@lags
+def test_d01_larger_than_the_pool(lag: int) -> None:
+    engine = make_engine(**SMALL, lag=lag)
     with pytest.raises(RequestError, match="400 tokens.*holds 384") as caught:
         engine.add(request("never", prompt_of(1, 400)))
     assert caught.value.param == "prompt"
@@ -122,8 +138,9 @@ def test_d01_larger_than_the_pool() -> None:
     assert engine.stats().steps_total < 400, "no busy spin"
 
 
-def test_n_choices_at_once_share_their_prompt() -> None:
-    engine = make_engine(num_blocks=64, chunk=256)
+@lags
+def test_n_choices_at_once_share_their_prompt(lag: int) -> None:
+    engine = make_engine(num_blocks=64, chunk=256, lag=lag)
     done = run(engine, [request(f"n{i}", prompt_of(4, 100), max_tokens=4) for i in range(4)])
     assert [done[f"n{i}"].cached_tokens for i in range(4)] == [0, 96, 96, 96]
 
@@ -139,9 +156,10 @@ def test_d05_a_whole_prompt_in_the_cache(length: int) -> None:
     assert same(third, first)
 
 
-def test_d09_aborts_at_any_moment_give_everything_back() -> None:
+@lags
+def test_d09_aborts_at_any_moment_give_everything_back(lag: int) -> None:
     rng = random.Random(0)
-    engine = make_engine(num_blocks=24, chunk=16)
+    engine = make_engine(num_blocks=24, chunk=16, lag=lag)
     for wave in range(20):
         names = [f"{wave}/{i}" for i in range(64)]
         for i, name in enumerate(names):
@@ -152,8 +170,9 @@ def test_d09_aborts_at_any_moment_give_everything_back() -> None:
         for name in rng.sample(names, 64):
             engine.abort(name)
             engine.abort(name)
-        assert not engine.has_work
         assert_idle(engine)
+        while engine.has_work:
+            assert engine.step() == StepOutput(), "a row of a request that was aborted"
     after = run(engine, [request("after", prompt_of(3, 50))])
     assert same(after["after"], alone({}, [request("after", prompt_of(3, 50))])["after"])
 
@@ -198,7 +217,10 @@ def test_d17_two_hundred_copies_say_the_same() -> None:
 
 @pytest.mark.parametrize("chunk", [16, 256])
 @pytest.mark.parametrize("caching", [True, False])
-def test_d21_prompt_logprobs_equal_the_cold_run_in_any_order(chunk: int, caching: bool) -> None:
+@pytest.mark.parametrize("lag", [0, 2])
+def test_d21_prompt_logprobs_equal_the_cold_run_in_any_order(
+    chunk: int, caching: bool, lag: int
+) -> None:
     text, more = prompt_of(1, 50), prompt_of(2, 40)
     wanted = [
         request("A", text, max_tokens=1, prompt_logprobs=2),
@@ -207,7 +229,7 @@ def test_d21_prompt_logprobs_equal_the_cold_run_in_any_order(chunk: int, caching
         request("plain", text, max_tokens=1),
     ]
     cold = alone({}, wanted)
-    engine = make_engine(chunk=chunk, caching=caching)
+    engine = make_engine(chunk=chunk, caching=caching, lag=lag)
     for order in (wanted, wanted[::-1], [wanted[1], wanted[0], wanted[3], wanted[2]]):
         for one in order:
             got = run(engine, [one])[one.id]
@@ -231,7 +253,8 @@ def test_prompt_logprobs_by_definition() -> None:
         assert entry.top_ids == (values.argmax().item(),)
 
 
-def test_d23_penalties_count_the_right_tokens_after_preemption_and_cache_hits() -> None:
+@lags
+def test_d23_penalties_count_the_right_tokens_after_preemption_and_cache_hits(lag: int) -> None:
     """Against a greedy loop that knows nothing of batches, caches or preemption."""
     prompt = prompt_of(3, 40)
     params = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2}
@@ -245,7 +268,7 @@ def test_d23_penalties_count_the_right_tokens_after_preemption_and_cache_hits() 
         produced.append(int(values.argmax()))
         history.append(produced[-1])
     one = request("a", prompt, max_tokens=30, **params)
-    engine = make_engine(num_blocks=12, chunk=32)
+    engine = make_engine(num_blocks=12, chunk=32, lag=lag)
     for _ in range(2):
         crowd = [request(f"x{i}", prompt_of(20 + i, 40), max_tokens=30) for i in range(4)]
         assert run(engine, [*crowd, one])["a"].token_ids == produced
@@ -265,26 +288,29 @@ def test_d25_streams_hold_their_own_tokens_only() -> None:
             assert done[f"s{i}"].token_ids == [(i + 3 + k) % VOCAB for k in range(20)]
 
 
-def test_b11_any_end_of_text_id_stops_and_ignore_ignores_all() -> None:
+@lags
+def test_b11_any_end_of_text_id_stops_and_ignore_ignores_all(lag: int) -> None:
     prompt = prompt_of(1, 4)
     for eos in ((7,), (8,), (7, 8)):
-        engine = make_engine(eos=eos, make_logits=say([5, 8, 6, 7, 4, 3, 2, 1, 1], 4))
+        engine = make_engine(eos=eos, make_logits=say([5, 8, 6, 7, 4, 3, 2, 1, 1], 4), lag=lag)
         done = run(engine, [request("a", prompt), request("b", prompt, ignore_eos=True)])
         tokens = [5, 8] if 8 in eos else [5, 8, 6, 7]
         assert (done["a"].token_ids, done["a"].finish_reason) == (tokens, FinishReason.STOP)
         assert (len(done["b"].token_ids), done["b"].finish_reason) == (8, FinishReason.LENGTH)
 
 
-def test_min_tokens_keeps_stop_ids_back_until_they_may_come() -> None:
-    engine = make_engine(eos=(8,), make_logits=say([8], 4))
+@lags
+def test_min_tokens_keeps_stop_ids_back_until_they_may_come(lag: int) -> None:
+    engine = make_engine(eos=(8,), make_logits=say([8], 4), lag=lag)
     done = run(engine, [request("a", prompt_of(1, 4), min_tokens=3, stop_token_ids=(9,))])
     assert len(done["a"].token_ids) == 4
     assert done["a"].token_ids[-1] == 8
     assert not {8, 9} & set(done["a"].token_ids[:3])
 
 
-def test_c07_logprobs_align_with_tokens_up_to_the_stop_id() -> None:
-    engine = make_engine(eos=(8,), make_logits=say([5, 6, 8], 4))
+@lags
+def test_c07_logprobs_align_with_tokens_up_to_the_stop_id(lag: int) -> None:
+    engine = make_engine(eos=(8,), make_logits=say([5, 6, 8], 4), lag=lag)
     done = run(engine, [request("a", prompt_of(1, 4), logprobs=3)])["a"]
     assert done.logprobs is not None
     assert [entry.token_id for entry in done.logprobs] == done.token_ids == [5, 6, 8]
@@ -316,8 +342,9 @@ def broken(history: tuple[int, ...]) -> torch.Tensor:
     return values
 
 
-def test_non_finite_logits_end_their_own_request_only() -> None:
-    engine = make_engine(make_logits=broken)
+@lags
+def test_non_finite_logits_end_their_own_request_only(lag: int) -> None:
+    engine = make_engine(make_logits=broken, lag=lag)
     bad = (13, *prompt_of(1, 19))
     requests = [
         request("good", prompt_of(2, 20), max_tokens=20),
@@ -364,15 +391,22 @@ def test_generate_refuses_as_a_whole_and_needs_an_idle_engine() -> None:
         engine.generate([request("b", prompt_of(1, 4))])
 
 
-def test_a_decoder_that_fails_leaves_an_idle_engine_behind_generate() -> None:
-    engine = make_engine(make_logits=lambda history: {}["the device is gone"])
+@lags
+@pytest.mark.parametrize("length", [4, 9])
+def test_a_decoder_that_fails_leaves_an_idle_engine_behind_generate(lag: int, length: int) -> None:
+    def failing(history: tuple[int, ...]) -> torch.Tensor:
+        return hashed_logits(history) if len(history) < length else {}["the device is gone"]
+
+    engine = make_engine(make_logits=failing, lag=lag)
     with pytest.raises(KeyError):
-        engine.generate([request("a", prompt_of(1, 40)), request("b", prompt_of(2, 4))])
+        engine.generate([request("a", prompt_of(1, 5)), request("b", prompt_of(2, 4))])
     assert_idle(engine)
+    assert not engine.has_work
 
 
-def test_stats_count_tokens_once_whatever_happens_on_the_way() -> None:
-    engine = make_engine(**SMALL)
+@lags
+def test_stats_count_tokens_once_whatever_happens_on_the_way(lag: int) -> None:
+    engine = make_engine(**SMALL, lag=lag)
     requests = [request(f"r{i}", prompt_of(i, 60), max_tokens=40) for i in range(8)]
     run(engine, requests)
     stats = engine.stats()
@@ -388,12 +422,14 @@ def test_c13_without_max_tokens_the_context_is_filled_and_no_more() -> None:
     assert (len(done.token_ids), done.finish_reason) == (24, FinishReason.LENGTH)
 
 
-def test_max_tokens_zero_scores_the_prompt_and_draws_nothing() -> None:
-    engine = make_engine(max_model_len=64)
-    one = request("a", prompt_of(1, 64), max_tokens=0, prompt_logprobs=1)
+@lags
+@pytest.mark.parametrize("length", [1, 64])
+def test_max_tokens_zero_scores_the_prompt_and_draws_nothing(lag: int, length: int) -> None:
+    engine = make_engine(max_model_len=64, lag=lag)
+    one = request("a", prompt_of(1, length), max_tokens=0, prompt_logprobs=1)
     done = run(engine, [one])["a"]
     assert (done.token_ids, done.finish_reason) == ([], FinishReason.LENGTH)
-    assert len(done.prompt_logprobs or []) == 64
+    assert len(done.prompt_logprobs or []) == length
 
 
 @pytest.mark.parametrize(
