@@ -27,7 +27,7 @@ class DeviceFault(RuntimeError):
 
 
 class LaggingRunner(ModelRunner):
-    """The CPU's runner with `lag` steps in flight; tokens in flight live in `drawn`, by position."""
+    """The CPU's runner with `lag` steps in flight; their tokens live in `drawn`, by position."""
 
     def __init__(self, decoder: DecoderLike, kv: Any, block_size: int, lag: int) -> None:
         super().__init__(decoder, kv, block_size)
