@@ -187,7 +187,7 @@ class SyntheticSource(Source):
     def _std(self, name: str) -> float:
         """Spread of a matrix. Products of normed rows with it have a spread of about one; what is
         added to the residual less, so that it stays bounded; logits are as peaked as real ones."""
-        unit = float(self.shape(name)[-1]) ** -0.5
+        unit = 1.0 / math.sqrt(self.shape(name)[-1])
         if name == self._head_name:
             return _LOGIT_STD * unit
         if name == "model.embed_tokens.weight":

@@ -6,7 +6,7 @@ names the file, tensor or module. It does not repack, place or run anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,6 +24,7 @@ from quant.artifact.integrity import (
     check_files,
     check_modules,
     check_tensors,
+    refusal,
 )
 from quant.artifact.jsonio import parse_object
 from quant.artifact.layout import QuantizedWeight, from_tensors, tensor_names
@@ -55,12 +56,18 @@ class Artifact:
         """The scheme of one linear; IntegrityError when the artifact has no such module."""
         return self.manifest.schemes[self._record(module).scheme].scheme()
 
-    def weight(self, module: str) -> QuantizedWeight | Tensor:
-        """The weight [out, in] of a linear: codes and scales, or a tensor when it is dense."""
-        record, scheme = self._record(module), self.scheme(module)
+    def weight(
+        self, module: str, read: Callable[[str], Tensor] | None = None
+    ) -> QuantizedWeight | Tensor:
+        """The weight [out, in] of a linear: codes and scales, or a tensor when it is dense.
+
+        `read` gives stored tensors by name where they do not come from the mapped files: those
+        that are on a device already, say.
+        """
+        record, scheme, get = self._record(module), self.scheme(module), read or self.reader.tensor
         if scheme.is_dense:
-            return self.reader.tensor(record.tied_to or f"{module}.weight")
-        stored = {leaf: self.reader.tensor(f"{module}.{leaf}") for leaf in tensor_names(scheme)}
+            return get(record.tied_to or f"{module}.weight")
+        stored = {leaf: get(f"{module}.{leaf}") for leaf in tensor_names(scheme)}
         try:
             qw = from_tensors(stored, scheme)
         except IntegrityError as error:
@@ -83,6 +90,10 @@ class Artifact:
             raise IntegrityError(f"{self.path}: no KV scales for layer {layer}")
         k, v = (self._kv_scale(f"{kv.modules[layer]}.{leaf}") for leaf in ("k_scale", "v_scale"))
         return k, v
+
+    def tensor_digests(self) -> dict[str, str]:
+        """sha256, in hex, of the raw bytes of each tensor, as sealed."""
+        return {name: record.sha256 for name, record in self.manifest.tensors.items()}
 
     @property
     def stamp(self) -> Stamp | None:
@@ -112,12 +123,7 @@ def open_artifact(path: Path, *, verify: Literal["full", "fast"] = "fast") -> Ar
     artifact = _open(Path(path))
     problems = list(_problems(artifact, hash_weights=verify == "full"))
     if problems:
-        rest = len(problems) - 1
-        more = f" ({rest} more problem{'s' if rest > 1 else ''})" if rest else ""
-        raise problems[0].error(
-            f"{artifact.path}: {problems[0]}{more}; do not use this copy: fetch or quantize it "
-            "again (`quantize verify` lists everything)"
-        )
+        raise refusal(artifact.path, problems)
     return artifact
 
 

@@ -7,7 +7,8 @@ Pure checks of a directory against its manifest. `artifact.open_artifact` raises
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,16 @@ class Problem:
         return f"{self.subject}: {self.message}"
 
 
+def refusal(path: Path, problems: Sequence[Problem]) -> ArtifactError:
+    """The error for an artifact with `problems`, at least one: the first, and what to do."""
+    rest = len(problems) - 1
+    more = f" ({rest} more problem{'s' if rest > 1 else ''})" if rest else ""
+    return problems[0].error(
+        f"{path}: {problems[0]}{more}; do not use this copy: fetch or quantize it again "
+        "(`quantize verify` lists everything)"
+    )
+
+
 def check_files(directory: Path, manifest: Manifest, *, hash_weights: bool) -> Iterator[Problem]:
     """Presence, size and sha256 of every listed file, and files that should not be there.
 
@@ -59,12 +70,38 @@ def check_files(directory: Path, manifest: Manifest, *, hash_weights: bool) -> I
             yield Problem(subject=name, message=f"has {size} bytes, {expected}")
         elif hash_weights or path.suffix != ".safetensors":
             to_hash.append(name)
-    with ThreadPoolExecutor(max_workers=4) as pool:
+    to_hash.sort(key=lambda name: -manifest.files[name].size)  # the longest decides the time
+    with ThreadPoolExecutor(_num_threads()) as pool:
         digests = pool.map(lambda name: sha256_of(directory / name), to_hash)
-        for name, digest in zip(to_hash, digests, strict=True):
+        for name, digest in sorted(zip(to_hash, digests, strict=True)):
             if digest != manifest.files[name].sha256:
                 yield _altered(directory, manifest, name, digest)
     yield from _unlisted(directory, manifest)
+
+
+def check_digests(reader: CheckpointReader, digests: Mapping[str, str]) -> Iterator[Problem]:
+    """The bytes of every tensor have the sha256 (hex) given for it; hashed in parallel."""
+
+    def found(name: str) -> str:
+        where = reader.stored(name)
+        return sha256_of(reader.directory / where.file, where.start, where.stop)
+
+    names = sorted(digests, key=lambda name: -reader.stored(name).num_bytes)
+    with ThreadPoolExecutor(_num_threads()) as pool:
+        for name, digest in zip(names, pool.map(found, names), strict=True):
+            if digest != digests[name]:
+                yield altered_tensor(reader, name, digest, digests[name])
+
+
+def altered_tensor(reader: CheckpointReader, name: str, found: str, expected: str) -> Problem:
+    """A tensor whose bytes are not the ones that were sealed."""
+    message = f"sha256 in {reader.stored(name).file} is {found}, {MANIFEST_NAME} says {expected}"
+    return Problem(subject=name, message=message)
+
+
+def _num_threads() -> int:
+    """Hashing releases the interpreter lock; memory is fast enough for as many as this."""
+    return min(16, os.cpu_count() or 1)
 
 
 def _altered(directory: Path, manifest: Manifest, name: str, digest: str) -> Problem:

@@ -2,165 +2,157 @@
 
 Everything is checked against the spec before the first weight is read, so that a missing, misshapen
 or unknown tensor stops the start by name. No placeholder ever exists: a Linear is made from its
-tensors. One layer's tensors are read at a time; what is kept is the packed form.
+tensors. One layer's tensors are used at a time; what is kept is the packed form. On a GPU the next
+layers are on their way meanwhile (`runtime.model.tensor_stream`), and weights are packed there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from quant.artifact.artifact import Artifact
 from quant.artifact.errors import IntegrityError
-from quant.artifact.layout import QuantizedWeight, tensor_shapes
-from quant.artifact.scheme import DENSE, Scheme
+from quant.artifact.integrity import check_digests, refusal
+from quant.artifact.layout import QuantizedWeight
+from quant.artifact.store import CheckpointReader
+from runtime.kernels.workspace import KernelOptions, Workspace
+from runtime.model.checkpoint import ArtifactLike, Checkpoint, WeightSource
 from runtime.model.decoder import Decoder, DecoderLayer, Norms
 from runtime.model.errors import UnsupportedModelError
 from runtime.model.linear import Linear
 from runtime.model.spec import ModelSpec
-
-# Buffers that old checkpoints carry along; their content follows from the config.
-_DERIVED = ("rotary_emb.inv_freq",)
+from runtime.model.tensor_stream import TensorStream
 
 
-class WeightSource(Protocol):
-    """Where tensors come from: an artifact's reader, or a dictionary in tests."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProgress:
+    """`layers` of `num_layers` are packed; `waited_s` went into waiting for their bytes so far."""
 
-    @property
-    def names(self) -> Iterable[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def tensor(self, name: str) -> Tensor: ...
+    layers: int
+    num_layers: int
+    waited_s: float
 
 
-class ArtifactLike(Protocol):
-    """The part of `quant.artifact.artifact.Artifact` that loading needs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensors:
+    """Where stored tensors come from: the mapped files, or a stream onto the device."""
 
-    @property
-    def config(self) -> Mapping[str, object]: ...
-
-    @property
-    def reader(self) -> WeightSource: ...
-
-    def schemes(self) -> Mapping[str, Scheme]: ...
-
-    def weight(self, module: str) -> QuantizedWeight | Tensor: ...
-
-    def kv_scales(self, layer: int) -> tuple[float, float] | None: ...
+    get: Callable[[str], Tensor]
+    weight: Callable[[str], QuantizedWeight | Tensor]
+    finish: Callable[[], None] = lambda: None
+    waited_s: Callable[[], float] = lambda: 0.0
 
 
 def load_decoder(
-    artifact: ArtifactLike, *, device: torch.device | str, dtype: torch.dtype
+    artifact: ArtifactLike,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    options: KernelOptions | None = None,
+    digests: Mapping[str, str] | None = None,
+    progress: Callable[[LoadProgress], None] | None = None,
+    is_streamed: bool | None = None,
 ) -> Decoder:
     """The decoder of an opened artifact, computing in `dtype` on `device`.
 
     Weights are cast from the artifact's type to `dtype`; norm weights and scales are kept float32.
+    options: what packing needs beside the weights; None makes a workspace of its own. digests
+    (`Artifact.tensor_digests`): the sha256 that every tensor's bytes must have; None trusts them.
+    progress is told after each layer. is_streamed: read ahead in threads; None does so on a GPU.
 
     Raises:
         ModelError: config.json describes nothing the decoder computes, or a weight overflows
             `dtype`.
-        IntegrityError: a tensor is missing, misshapen or unknown; the message names it.
+        IntegrityError: a tensor is missing, misshapen, unknown or altered; the message names it.
         SchemeError: modules that are fused do not share a scheme.
     """
-    spec = ModelSpec.from_config(artifact.config)
+    spec, device = ModelSpec.from_config(artifact.config), torch.device(device)
     kv_scales = tuple(artifact.kv_scales(i) for i in range(spec.num_layers))
-    weights = _Weights(spec, artifact, torch.device(device), dtype)
-    weights.check()
-    return Decoder(
-        spec=spec,
-        layers=tuple(weights.layer(i) for i in range(spec.num_layers)),
-        embedding_VE=weights.embedding(),
-        final_norm=weights.norm(f"{weights.prefix}norm"),
-        head=weights.head(),
-        kv_scales=kv_scales,
-    )
+    checkpoint = Checkpoint(spec, artifact)
+    checkpoint.check()
+    if options is None:
+        options = KernelOptions(workspace=Workspace(device))
+    if is_streamed is None:
+        is_streamed = device.type == "cuda" and isinstance(artifact, Artifact)
+    with _tensors(artifact, checkpoint, device, digests, is_streamed) as tensors:
+        weights = _Weights(checkpoint, tensors, device, dtype, options)
+        decoder = Decoder(
+            spec=spec,
+            layers=tuple(_layers(weights, spec.num_layers, progress)),
+            embedding_VE=weights.embedding(),
+            final_norm=weights.norm(f"{checkpoint.prefix}norm"),
+            head=weights.head(),
+            kv_scales=kv_scales,
+        )
+        tensors.finish()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was on its way has other sizes than what will be needed
+    return decoder
+
+
+def _layers(
+    weights: _Weights, num_layers: int, progress: Callable[[LoadProgress], None] | None
+) -> Iterator[DecoderLayer]:
+    for i in range(num_layers):
+        yield weights.layer(i)
+        if progress is not None:
+            waited_s = weights.tensors.waited_s()
+            progress(LoadProgress(layers=i + 1, num_layers=num_layers, waited_s=waited_s))
+
+
+@contextmanager
+def _tensors(
+    artifact: ArtifactLike,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    digests: Mapping[str, str] | None,
+    is_streamed: bool,
+) -> Iterator[_Tensors]:
+    reader = artifact.reader
+    if not is_streamed:
+        if digests is not None:
+            _check_mapped(reader, digests)
+        yield _Tensors(get=reader.tensor, weight=artifact.weight)
+        return
+    assert isinstance(artifact, Artifact), "only files can be streamed"
+    outside, layers = checkpoint.groups()
+    with TensorStream(
+        artifact.reader, [*outside, *layers], device, resident=len(outside), digests=digests
+    ) as stream:
+        yield _Tensors(
+            get=stream.tensor,
+            weight=partial(artifact.weight, read=stream.tensor),
+            finish=stream.finish,
+            waited_s=lambda: stream.waited_s,
+        )
+
+
+def _check_mapped(reader: WeightSource, digests: Mapping[str, str]) -> None:
+    assert isinstance(reader, CheckpointReader), "digests are of tensors in files"
+    problems = list(check_digests(reader, digests))
+    if problems:
+        raise refusal(reader.directory, problems)
 
 
 class _Weights:
-    """A checkpoint seen through a spec: expected names and shapes, and fused parts on demand."""
+    """Parts of the decoder on demand, fused and packed."""
 
     def __init__(
         self,
-        spec: ModelSpec,
-        artifact: ArtifactLike,
+        checkpoint: Checkpoint,
+        tensors: _Tensors,
         device: torch.device,
         dtype: torch.dtype,
+        options: KernelOptions,
     ) -> None:
-        self._spec, self._device, self._dtype = spec, device, dtype
-        self._weight, self._source = artifact.weight, artifact.reader
-        self._schemes = artifact.schemes()
-        self._names = frozenset(self._source.names)
-        self.prefix = _prefix(spec, self._names)
-        self._head = _head_module(self.prefix)
-
-    def check(self) -> None:
-        """Raise IntegrityError for the first missing, misshapen or unknown tensor."""
-        expected = self._expected()
-        for name, shape in expected.items():
-            if name not in self._names:
-                raise IntegrityError(
-                    f"tensor {name} is missing from the artifact; make or fetch it again"
-                )
-            found = tuple(self._source.shape(name))
-            if found != shape:
-                raise IntegrityError(
-                    f"tensor {name} has shape {list(found)}; config.json and artifact.json "
-                    f"make it {list(shape)}"
-                )
-        unknown = sorted(n for n in self._names - expected.keys() if not self._may_ignore(n))
-        if unknown:
-            raise IntegrityError(
-                f"tensor {unknown[0]} (and {len(unknown) - 1} more) has no place in a "
-                f"{self._spec.family} decoder; the artifact does not fit its config.json"
-            )
-
-    def _may_ignore(self, name: str) -> bool:
-        """KV scales come through the artifact; other towers and derived buffers serve nothing."""
-        if name.endswith((".self_attn.k_scale", ".self_attn.v_scale", *_DERIVED)):
-            return True
-        return name.startswith(self._spec.ignored_prefixes) or (
-            name == f"{self._head}.weight" and self._is_tied_head()
-        )
-
-    def _expected(self) -> dict[str, tuple[int, ...]]:
-        spec = self._spec
-        expected: dict[str, tuple[int, ...]] = {
-            f"{self.prefix}embed_tokens.weight": (spec.vocab, spec.hidden)
-        }
-        expected[f"{self.prefix}norm.weight"] = (spec.hidden,)
-        for i in range(spec.num_layers):
-            for module, shape, has_bias in _linears(spec):
-                expected |= self._linear_tensors(self._name(i, module), shape, has_bias)
-            for module, width in _norms(spec):
-                expected[f"{self._name(i, module)}.weight"] = (width,)
-        if self._has_head():
-            expected |= self._linear_tensors(self._head, (spec.vocab, spec.hidden), False)
-        return expected
-
-    def _linear_tensors(
-        self, module: str, shape: tuple[int, int], has_bias: bool
-    ) -> dict[str, tuple[int, ...]]:
-        tensors = tensor_shapes(self._scheme(module), shape)
-        if has_bias:
-            tensors["bias"] = (shape[0],)
-        return {f"{module}.{name}": expected for name, expected in tensors.items()}
-
-    def _scheme(self, module: str) -> Scheme:
-        if module not in self._schemes:
-            raise IntegrityError(f"artifact.json names no scheme for module {module}")
-        return self._schemes[module]
-
-    def _name(self, layer: int, module: str) -> str:
-        return f"{self.prefix}layers.{layer}.{module}"
-
-    def _is_tied_head(self) -> bool:
-        return self._spec.tied and self._schemes.get(self._head, DENSE).is_dense
-
-    def _has_head(self) -> bool:
-        return not self._is_tied_head()
+        self._checkpoint, self._spec, self.tensors = checkpoint, checkpoint.spec, tensors
+        self._device, self._dtype, self._options = device, dtype, options
 
     def layer(self, i: int) -> DecoderLayer:
         spec = self._spec
@@ -175,14 +167,14 @@ class _Weights:
 
     def _layer_norms(self, i: int) -> Norms:
         def get(module: str, is_there: bool = True) -> Tensor | None:
-            return self.norm(self._name(i, module)) if is_there else None
+            return self.norm(self._checkpoint.name(i, module)) if is_there else None
 
         sandwich, qk = self._spec.sandwich_norms, self._spec.qk_norm
         before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
         return Norms(
-            attention=self.norm(self._name(i, "input_layernorm")),
+            attention=self.norm(self._checkpoint.name(i, "input_layernorm")),
             after_attention=get("post_attention_layernorm", sandwich),
-            mlp=self.norm(self._name(i, before_mlp)),
+            mlp=self.norm(self._checkpoint.name(i, before_mlp)),
             after_mlp=get("post_feedforward_layernorm", sandwich),
             q=get("self_attn.q_norm", qk),
             k=get("self_attn.k_norm", qk),
@@ -190,84 +182,56 @@ class _Weights:
 
     def norm(self, module: str) -> Tensor:
         """A norm's weight in float32 on the device, the family's offset added."""
-        weight = self._source.tensor(f"{module}.weight").to(self._device, torch.float32)
+        weight = self.tensors.get(f"{module}.weight").to(self._device, torch.float32)
         return weight + self._spec.norm_offset
 
     def embedding(self) -> Tensor:
-        weight = self._source.tensor(f"{self.prefix}embed_tokens.weight")
-        head = f"{self._head}.weight"
-        if head in self._names and self._is_tied_head():
-            self._check_same(head, weight)
-        return _cast(weight, self._dtype, "embed_tokens").to(self._device, copy=True)
+        """[V, E] in the compute type; never the mapped file itself."""
+        module = f"{self._checkpoint.prefix}embed_tokens"
+        if self._checkpoint.is_head_tied():
+            self._check_same(f"{self._checkpoint.head}.weight", f"{module}.weight")
+        weight = self.tensors.get(f"{module}.weight")
+        is_mapped = weight.device.type == "cpu"
+        return _cast(weight, self._dtype, "embed_tokens").to(self._device, copy=is_mapped)
 
-    def _check_same(self, head: str, embedding: Tensor) -> None:
-        if not torch.equal(self._source.tensor(head), embedding):
+    def _check_same(self, head: str, embedding: str) -> None:
+        source = self._checkpoint.source
+        if head in self._checkpoint.names and not torch.equal(
+            source.tensor(head), source.tensor(embedding)
+        ):
             raise IntegrityError(
                 f"tensor {head} differs from the embedding, but config.json ties the two"
             )
 
     def head(self) -> Linear | None:
         """The output head; None where the embedding serves."""
-        if not self._has_head():
+        if self._checkpoint.is_head_tied():
             return None
-        return Linear.from_shards([self._shard(self._head)], [None], self._dtype, self._device)
+        return self._fused([self._checkpoint.head], False)
 
     def _linear(self, layer: int, modules: tuple[str, ...], has_bias: bool) -> Linear:
-        names = [self._name(layer, module) for module in modules]
+        return self._fused([self._checkpoint.name(layer, module) for module in modules], has_bias)
+
+    def _fused(self, names: list[str], has_bias: bool) -> Linear:
         return Linear.from_shards(
             [self._shard(name) for name in names],
-            [self._source.tensor(f"{name}.bias") if has_bias else None for name in names],
+            [self.tensors.get(f"{name}.bias") if has_bias else None for name in names],
             self._dtype,
             self._device,
         )
 
     def _shard(self, module: str) -> QuantizedWeight | Tensor:
-        weight = self._weight(module)
-        return _cast(weight, self._dtype, module) if isinstance(weight, Tensor) else weight
-
-
-def _prefix(spec: ModelSpec, names: frozenset[str]) -> str:
-    found = [prefix for prefix in spec.prefixes if f"{prefix}embed_tokens.weight" in names]
-    if len(found) != 1:
-        wanted = " or ".join(f"{prefix}embed_tokens.weight" for prefix in spec.prefixes)
-        raise IntegrityError(f"tensor {wanted} is missing from the artifact")
-    return found[0]
-
-
-def _head_module(prefix: str) -> str:
-    return "language_model.lm_head" if prefix == "language_model.model." else "lm_head"
-
-
-def _linears(spec: ModelSpec) -> list[tuple[str, tuple[int, int], bool]]:
-    """(module, (out, in), has a bias) of a layer's linears, under checkpoint names."""
-    qkv_rows = [spec.q_size, spec.kv_size, spec.kv_size]
-    gate_rows = [spec.intermediate, spec.intermediate]
-    qkv = _rows_per_module(spec.qkv_modules, qkv_rows)
-    gate_up = _rows_per_module(spec.gate_up_modules, gate_rows)
-    return [
-        *((module, (rows, spec.hidden), spec.qkv_bias) for module, rows in qkv),
-        ("self_attn.o_proj", (spec.hidden, spec.q_size), spec.o_bias),
-        *((module, (rows, spec.hidden), spec.mlp_bias) for module, rows in gate_up),
-        ("mlp.down_proj", (spec.hidden, spec.intermediate), spec.mlp_bias),
-    ]
-
-
-def _rows_per_module(modules: tuple[str, ...], rows: list[int]) -> list[tuple[str, int]]:
-    """A checkpoint that is fused already has one module for all the rows."""
-    return [(modules[0], sum(rows))] if len(modules) == 1 else list(zip(modules, rows, strict=True))
-
-
-def _norms(spec: ModelSpec) -> list[tuple[str, int]]:
-    """(module, width) of a layer's norms, under checkpoint names."""
-    norms = [("input_layernorm", spec.hidden), ("post_attention_layernorm", spec.hidden)]
-    if spec.sandwich_norms:
-        norms += [
-            ("pre_feedforward_layernorm", spec.hidden),
-            ("post_feedforward_layernorm", spec.hidden),
-        ]
-    if spec.qk_norm:
-        norms += [("self_attn.q_norm", spec.head_dim), ("self_attn.k_norm", spec.head_dim)]
-    return norms
+        """A module's weight where it will be packed."""
+        weight = self.tensors.weight(module)
+        if isinstance(weight, Tensor):
+            return _cast(weight.to(self._device), self._dtype, module)
+        zero = weight.zero_point
+        return replace(
+            weight,
+            codes=weight.codes.to(self._device),
+            scale=weight.scale.to(self._device),
+            zero_point=None if zero is None else zero.to(self._device),
+        )
 
 
 def _cast(weight: Tensor, dtype: torch.dtype, module: str) -> Tensor:
