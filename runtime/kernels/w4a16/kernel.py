@@ -1,0 +1,448 @@
+"""W4A16 in Triton: y[M, N] = x[M, K] @ w[N, K].T with 4-bit codes that are unpacked in registers.
+
+Weights are operand A of the matrix instruction and inputs operand B (y.T = w @ x.T): a warpgroup
+multiplies 64 rows of weights, from registers, with as few as 8 rows of inputs. The order of the
+codes is `pack.py`'s: one 16-bit word holds a code of each of four planes, and a plane is a run of
+BLOCK_K / 4 inputs, so that a shifted and masked word *is* an operand and nothing is interleaved.
+
+A code n becomes the 16-bit float 128 + n (bfloat16) or 1024 + n (float16) by one `lop3`: the
+nibble is or-ed into the low bits of that power of two. Where scales are applied to sums ("post"),
+the excess leaves by the sum of the inputs, one more product with ones; where they are applied to
+weights ("pre"), it is subtracted first, exactly.
+
+Imports triton; `runtime.kernels.w4a16.launch` imports this only where it launches.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ROWS = tl.constexpr(16)
+"""Rows of weights whose words lie together; `pack.ROWS`."""
+
+
+@triton.constexpr_function
+def _unpack_asm(plane, is_bf16):
+    magic = "0x43004300" if is_bf16 else "0x64006400"
+    lop3 = f"lop3.b32 $0, {{}}, 0x000f000f, {magic}, 0xea;"
+    if plane == 0:
+        return lop3.format("$1")
+    return f"{{ .reg .b32 t; shr.u32 t, $1, {4 * plane}; {lop3.format('t')} }}"
+
+
+@triton.constexpr_function
+def excess(is_bf16, use_ptx):
+    """What `unpack_plane` adds to a code."""
+    if not use_ptx:
+        return 0
+    return 128 if is_bf16 else 1024
+
+
+@triton.jit
+def unpack_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr, USE_PTX: tl.constexpr):
+    """Codes 0..15 of one plane, plus `excess`, as 16-bit floats of `dtype`."""
+    if not USE_PTX:
+        values = ((words >> (4 * PLANE)) & 15).to(dtype)
+    elif dtype == tl.bfloat16:
+        asm: tl.constexpr = _unpack_asm(PLANE, True)
+        values = tl.inline_asm_elementwise(
+            asm, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        asm: tl.constexpr = _unpack_asm(PLANE, False)
+        values = tl.inline_asm_elementwise(
+            asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
+        )
+    return values
+
+
+@triton.jit
+def scaled(w, scale):
+    """w * scale in w's dtype, rounded once, as `dequantize` does."""
+    if scale.dtype == w.dtype:
+        product = w * scale
+    else:
+        product = (w.to(tl.float32) * scale.to(tl.float32)).to(w.dtype)
+    return product
+
+
+@triton.jit
+def prefetch_l2(pointer, num_bytes):
+    """Ask for `num_bytes` (a multiple of 16) at `pointer`, once per program."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointer.to(tl.uint64), num_bytes.to(tl.uint32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def load_group(pointers, kb, g: tl.constexpr, GROUPS: tl.constexpr, in_range):
+    """Scales (or zero points) of group `g` of K-block `kb`; of the only group where GROUPS is 0."""
+    at = kb * GROUPS + g
+    return tl.load(pointers + at * ROWS, mask=in_range, other=0)
+
+
+@triton.jit
+def load_groups(pointers, kb, PER_BLOCK: tl.constexpr, GROUPS: tl.constexpr, in_range):
+    """`load_group` of every group of a K-block."""
+    values = (load_group(pointers, kb, 0, GROUPS, in_range),)
+    for g in tl.static_range(1, PER_BLOCK):
+        values = values + (load_group(pointers, kb, g, GROUPS, in_range),)
+    return values
+
+
+@triton.jit
+def offset_of(zero_point, SYMMETRIC: tl.constexpr, EXCESS: tl.constexpr):
+    """Zero point + excess as float32; 8 + excess for symmetric weights, whatever is given."""
+    if SYMMETRIC:
+        offset = tl.full(zero_point.shape, 8 + EXCESS, tl.float32)
+    else:
+        offset = zero_point.to(tl.float32) + EXCESS
+    return offset
+
+
+@triton.jit
+def store_tile(
+    acc,
+    bias_ptr,
+    out_ptr,
+    partials_ptr,
+    counters_ptr,
+    tile,
+    split,
+    rows,
+    m,
+    M,
+    N,
+    SPLIT_K: tl.constexpr,
+):
+    """Write acc [BLOCK_N, BLOCK_M] + bias to out [M, N]; with SPLIT_K, the last program of a tile
+    adds everybody's sums in the order of the splits, so that arrival decides nothing."""
+    BLOCK_N: tl.constexpr = acc.shape[0]
+    BLOCK_M: tl.constexpr = acc.shape[1]
+    is_last = True
+    if SPLIT_K > 1:
+        at = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
+        mine = partials_ptr + (tile * SPLIT_K + split).to(tl.int64) * (BLOCK_N * BLOCK_M)
+        tl.store(mine + at, acc, cache_modifier=".cg")
+        tl.debug_barrier()
+        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
+    if is_last:
+        if SPLIT_K > 1:
+            acc = tl.zeros_like(acc)
+            first = partials_ptr + (tile * SPLIT_K).to(tl.int64) * (BLOCK_N * BLOCK_M)
+            for other in range(SPLIT_K):
+                acc += tl.load(first + other * (BLOCK_N * BLOCK_M) + at, cache_modifier=".cg")
+            tl.store(counters_ptr + tile, 0)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+        out = out_ptr + m.to(tl.int64)[None, :] * N + rows[:, None]
+        mask = (rows < N)[:, None] & (m < M)[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M", "num_m_tiles"])
+def tile_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    partials_ptr,
+    counters_ptr,
+    M,
+    N,
+    K,
+    num_kb,
+    num_m_tiles,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SCALING: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH_KB: tl.constexpr,
+    USE_PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile [BLOCK_N, BLOCK_M] of y.T over a part of K, all warps in step.
+
+    Grid: (tiles, M fastest so that neighbours share weights in L2; SPLIT_K). GROUPS: scales per
+    K-block, 0 for one per row. PREFETCH_KB: K-blocks asked into L2 before waiting for the inputs.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    EXCESS: tl.constexpr = excess(dtype == tl.bfloat16, USE_PTX)
+    WIDTH: tl.constexpr = BLOCK_K // 4
+    PER_BLOCK: tl.constexpr = GROUPS if GROUPS > 0 else 1
+    PLANES: tl.constexpr = 4 // PER_BLOCK
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    kb_begin = split * num_kb // SPLIT_K
+    kb_end = (split + 1) * num_kb // SPLIT_K
+
+    rows = (tile // num_m_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = (tile % num_m_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, WIDTH)
+    stored_rows = tl.cdiv(N, ROWS) * ROWS
+    row_ok = rows < stored_rows
+    block = (rows // ROWS).to(tl.int64)
+    inner = (rows % ROWS)[:, None] * WIDTH + k[None, :]
+    codes = codes_ptr + (block * num_kb)[:, None] * (ROWS * WIDTH) + inner
+    num_groups = num_kb * GROUPS if GROUPS > 0 else 1
+    scales = scale_ptr + block * num_groups * ROWS + rows % ROWS
+    SYMMETRIC: tl.constexpr = zero_ptr is None
+    if not SYMMETRIC:
+        zeros = zero_ptr + block * num_groups * ROWS + rows % ROWS
+    if PREFETCH_KB > 0:
+        fetched = tl.minimum(kb_end - kb_begin, PREFETCH_KB) * (ROWS * WIDTH * 2)
+        for i in tl.static_range(BLOCK_N // ROWS):
+            at = ((tile // num_m_tiles) * (BLOCK_N // ROWS) + i).to(tl.int64) * num_kb + kb_begin
+            prefetch_l2(codes_ptr + at * (ROWS * WIDTH), fetched)
+    x = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
+    m_ok = (m < M)[:, None]
+
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    ones = tl.full([BLOCK_N, WIDTH], 1.0, dtype)
+    s = load_groups(scales, kb_begin, PER_BLOCK, GROUPS, row_ok)
+    z = s if SYMMETRIC else load_groups(zeros, kb_begin, PER_BLOCK, GROUPS, row_ok)
+    if PDL:
+        gdc_wait()
+    for kb in tl.range(kb_begin, kb_end, num_stages=STAGES):
+        if EVEN_N:
+            words = tl.load(codes + kb * (ROWS * WIDTH))
+        else:
+            words = tl.load(codes + kb * (ROWS * WIDTH), mask=row_ok[:, None], other=0)
+        # Loads that meet weights before the product must stand in this iteration, or the compiler
+        # unpacks in the layout of the load and carries whole weights through shared memory.
+        ahead = tl.minimum(kb + 1, kb_end - 1)
+        if GROUPS > 0 and SCALING == "weights":
+            s = load_groups(scales, kb, PER_BLOCK, GROUPS, row_ok)
+        next_s = s
+        if GROUPS > 0 and SCALING != "weights":
+            next_s = load_groups(scales, ahead, PER_BLOCK, GROUPS, row_ok)
+        if GROUPS > 0 and SCALING != "sums" and not SYMMETRIC:
+            z = load_groups(zeros, kb, PER_BLOCK, GROUPS, row_ok)
+        next_z = z
+        if GROUPS > 0 and SCALING == "sums" and not SYMMETRIC:
+            next_z = load_groups(zeros, ahead, PER_BLOCK, GROUPS, row_ok)
+        for g in tl.static_range(PER_BLOCK):
+            offset = offset_of(z[g], SYMMETRIC, EXCESS)[:, None]
+            if GROUPS > 0 and SCALING != "weights":
+                part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            else:
+                part = acc
+            if GROUPS > 0 and SCALING == "sums":
+                sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for p in tl.static_range(PLANES):
+                start = kb * BLOCK_K + (g * PLANES + p) * WIDTH
+                if EVEN_K:
+                    x_plane = tl.load(x + start, mask=m_ok, other=0.0).T
+                else:
+                    k_ok = (start + k < K)[None, :]
+                    x_plane = tl.load(x + start, mask=m_ok & k_ok, other=0.0).T
+                w = unpack_plane(words, g * PLANES + p, dtype, USE_PTX)
+                if SCALING != "sums":
+                    w -= offset.to(dtype)
+                if SCALING == "weights":
+                    w = scaled(w, s[g][:, None])
+                part = tl.dot(w, x_plane, part)
+                if SCALING == "sums":
+                    sums = tl.dot(ones, x_plane, sums)
+            if GROUPS == 0 or SCALING == "weights":
+                acc = part
+            elif SCALING == "sums":
+                acc += s[g].to(tl.float32)[:, None] * (part - offset * sums)
+            else:
+                acc += s[g].to(tl.float32)[:, None] * part
+        s = next_s
+        z = next_z
+    if GROUPS == 0 and SCALING == "sums":
+        acc -= offset_of(z[0], SYMMETRIC, EXCESS)[:, None] * sums
+    if GROUPS == 0 and SCALING != "weights":
+        acc *= s[0].to(tl.float32)[:, None]
+    store_tile(
+        acc, bias_ptr, out_ptr, partials_ptr, counters_ptr, tile, split, rows, m, M, N, SPLIT_K
+    )
+
+
+@triton.jit(do_not_specialize=["M"])
+def warp_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    partials_ptr,
+    counters_ptr,
+    M,
+    N,
+    K,
+    num_kb,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH_KB: tl.constexpr,
+    USE_PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile [BLOCK_N, BLOCK_M] of y.T whose K-blocks go round among the program's warps.
+
+    For few rows of inputs: a program is narrow enough (16 or 32 rows of weights) that all of K
+    fits one wave of programs, and the warps' sums meet once, at the end. A batched product gives
+    each warp its own K-block. EVEN_K: K-blocks divide evenly among splits and warps.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    EXCESS: tl.constexpr = excess(dtype == tl.bfloat16, USE_PTX)
+    WIDTH: tl.constexpr = BLOCK_K // 4
+    PER_BLOCK: tl.constexpr = GROUPS if GROUPS > 0 else 1
+    PLANES: tl.constexpr = 4 // PER_BLOCK
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    kb_begin = split * num_kb // SPLIT_K
+    kb_end = (split + 1) * num_kb // SPLIT_K
+
+    rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, WIDTH)
+    warp = tl.arange(0, WARPS)
+    stored_rows = tl.cdiv(N, ROWS) * ROWS
+    row_ok = (rows < stored_rows)[None, :]
+    block = (rows // ROWS).to(tl.int64)
+    codes = codes_ptr + (block * num_kb)[None, :, None] * (ROWS * WIDTH)
+    codes += warp[:, None, None] * (ROWS * WIDTH)
+    codes += (rows % ROWS)[None, :, None] * WIDTH + k[None, None, :]
+    num_groups = num_kb * GROUPS if GROUPS > 0 else 1
+    group = (block * num_groups * ROWS + rows % ROWS)[None, :]
+    group += warp[:, None] * (GROUPS * ROWS)
+    scales = scale_ptr + group
+    SYMMETRIC: tl.constexpr = zero_ptr is None
+    if not SYMMETRIC:
+        zeros = zero_ptr + group
+    if PREFETCH_KB > 0:
+        fetched = tl.minimum(kb_end - kb_begin, PREFETCH_KB) * (ROWS * WIDTH * 2)
+        for i in tl.static_range(BLOCK_N // ROWS):
+            at = (tile * (BLOCK_N // ROWS) + i).to(tl.int64) * num_kb + kb_begin
+            prefetch_l2(codes_ptr + at * (ROWS * WIDTH), fetched)
+    x = x_ptr + m.to(tl.int64)[None, :, None] * K + k[None, None, :]
+    x += warp[:, None, None] * BLOCK_K
+    m_ok = (m < M)[None, :, None]
+
+    acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+    total = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+    ones = tl.full([WARPS, BLOCK_N, WIDTH], 1.0, dtype)
+    here = row_ok & (kb_begin + warp < kb_end)[:, None]
+    s = load_groups(scales, kb_begin, PER_BLOCK, GROUPS, here)
+    z = s if SYMMETRIC else load_groups(zeros, kb_begin, PER_BLOCK, GROUPS, here)
+    if PDL:
+        gdc_wait()
+    for kb in tl.range(kb_begin, kb_end, WARPS, num_stages=STAGES):
+        if EVEN_N and EVEN_K:
+            words = tl.load(codes + kb * (ROWS * WIDTH))
+        else:
+            here = row_ok & (kb + warp < kb_end)[:, None]
+            words = tl.load(codes + kb * (ROWS * WIDTH), mask=here[:, :, None], other=0)
+        next_s = s
+        next_z = z
+        if GROUPS > 0:
+            there = row_ok & (kb + WARPS + warp < kb_end)[:, None]
+            next_s = load_groups(scales, kb + WARPS, PER_BLOCK, GROUPS, there)
+            next_z = next_s
+            if not SYMMETRIC:
+                next_z = load_groups(zeros, kb + WARPS, PER_BLOCK, GROUPS, there)
+        for g in tl.static_range(PER_BLOCK):
+            if GROUPS > 0:
+                part = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+                sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+            for p in tl.static_range(PLANES):
+                start = kb * BLOCK_K + (g * PLANES + p) * WIDTH
+                if EVEN_K:
+                    x_plane = tl.load(x + start, mask=m_ok, other=0.0)
+                else:
+                    inputs = start + warp[:, None, None] * BLOCK_K + k[None, None, :]
+                    k_ok = (inputs < K) & (kb + warp < kb_end)[:, None, None]
+                    x_plane = tl.load(x + start, mask=m_ok & k_ok, other=0.0)
+                x_plane = tl.permute(x_plane, 0, 2, 1)
+                w = unpack_plane(words, g * PLANES + p, dtype, USE_PTX)
+                if GROUPS > 0:
+                    part = tl.dot(w, x_plane, part)
+                    sums = tl.dot(ones, x_plane, sums)
+                else:
+                    acc = tl.dot(w, x_plane, acc)
+                    total = tl.dot(ones, x_plane, total)
+            if GROUPS > 0:
+                offset = offset_of(z[g], SYMMETRIC, EXCESS)[:, :, None]
+                acc += s[g].to(tl.float32)[:, :, None] * (part - offset * sums)
+        s = next_s
+        z = next_z
+    if GROUPS == 0:
+        offset = offset_of(z[0], SYMMETRIC, EXCESS)[:, :, None]
+        acc = s[0].to(tl.float32)[:, :, None] * (acc - offset * total)
+    y = tl.sum(acc, axis=0)
+    store_tile(
+        y, bias_ptr, out_ptr, partials_ptr, counters_ptr, tile, split, rows, m, M, N, SPLIT_K
+    )
+
+
+@triton.jit
+def dequantize_kernel(
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,
+    N,
+    K,
+    num_kb,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):
+    """The weight [N, K] in out's dtype, for a library's matrix product. Grid: (K-blocks, rows)."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    EXCESS: tl.constexpr = excess(dtype == tl.bfloat16, USE_PTX)
+    WIDTH: tl.constexpr = BLOCK_K // 4
+    kb = tl.program_id(0)
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, WIDTH)
+    row_ok = rows < N
+    block = (rows // ROWS).to(tl.int64)
+    at = (block * num_kb + kb) * (ROWS * WIDTH) + rows % ROWS * WIDTH
+    words = tl.load(codes_ptr + at[:, None] + k[None, :], mask=row_ok[:, None], other=0)
+    num_groups = num_kb * GROUPS if GROUPS > 0 else 1
+    group = block * num_groups * ROWS + rows % ROWS
+    SYMMETRIC: tl.constexpr = zero_ptr is None
+    if not SYMMETRIC:
+        zeros = zero_ptr + group
+    out = out_ptr + rows.to(tl.int64)[:, None] * K + kb * BLOCK_K + k[None, :]
+    for p in tl.static_range(4):
+        s = load_group(scale_ptr + group, kb, p * GROUPS // 4, GROUPS, row_ok)
+        z = s if SYMMETRIC else load_group(zeros, kb, p * GROUPS // 4, GROUPS, row_ok)
+        offset = offset_of(z, SYMMETRIC, EXCESS)[:, None]
+        w = unpack_plane(words, p, dtype, USE_PTX) - offset.to(dtype)
+        w = scaled(w, s[:, None])
+        k_ok = kb * BLOCK_K + p * WIDTH + k < K
+        tl.store(out + p * WIDTH, w, mask=row_ok[:, None] & k_ok[None, :])

@@ -1,0 +1,107 @@
+"""Launches of the W4A16 kernels. Runs on a CUDA or ROCm device, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from runtime.kernels.backend import target_of
+from runtime.kernels.w4a16.pack import ROWS, W4A16Weight
+from runtime.kernels.w4a16.tile import Tile
+
+
+def launch(x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, tile: Tile) -> Tensor:
+    """x_TK [T, in] contiguous in the weight's compute type -> [T, out], by the tile given."""
+    if tile.kernel == "dense":
+        return functional.linear(x_TK, dequantized(weight), bias)
+    out_TN = torch.empty(x_TK.shape[0], weight.shape[0], dtype=x_TK.dtype, device=x_TK.device)
+    if tile.kernel == "warp":
+        _launch_warp(x_TK, weight, bias, out_TN, tile)
+    else:
+        _launch_tile(x_TK, weight, bias, out_TN, tile)
+    return out_TN
+
+
+def _launch_tile(
+    x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, tile: Tile
+) -> None:
+    from runtime.kernels.w4a16.kernel import tile_kernel
+
+    (num_rows, width), target = x_TK.shape, target_of(x_TK.device)
+    m_tiles, n_tiles = -(-num_rows // tile.block_m), -(-weight.shape[0] // tile.block_n)
+    partials, counters = _scratch(weight, m_tiles * n_tiles, tile)
+    tile_kernel[m_tiles * n_tiles, tile.split_k](
+        *(x_TK, weight.codes, weight.scale, weight.zero_point, bias, out_TN, partials, counters),
+        *(num_rows, weight.shape[0], width, weight.num_blocks, m_tiles),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=weight.block_k,
+        GROUPS=weight.groups_per_block,
+        SCALING=tile.scaling,
+        SPLIT_K=tile.split_k,
+        EVEN_K=width % weight.block_k == 0,
+        EVEN_N=weight.codes.shape[0] * ROWS % tile.block_n == 0,
+        STAGES=tile.num_stages,
+        PREFETCH_KB=tile.prefetch if target.has_pdl else 0,
+        USE_PTX=target.has_ptx,
+        PDL=target.has_pdl,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **({"launch_pdl": True} if target.has_pdl else {}),
+    )
+
+
+def _launch_warp(
+    x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, tile: Tile
+) -> None:
+    from runtime.kernels.w4a16.kernel import warp_kernel
+
+    (num_rows, width), target = x_TK.shape, target_of(x_TK.device)
+    assert num_rows <= tile.block_m
+    n_tiles, shares = -(-weight.shape[0] // tile.block_n), tile.split_k * tile.num_warps
+    partials, counters = _scratch(weight, n_tiles, tile)
+    warp_kernel[n_tiles, tile.split_k](
+        *(x_TK, weight.codes, weight.scale, weight.zero_point, bias, out_TN, partials, counters),
+        *(num_rows, weight.shape[0], width, weight.num_blocks),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=weight.block_k,
+        WARPS=tile.num_warps,
+        GROUPS=weight.groups_per_block,
+        SPLIT_K=tile.split_k,
+        EVEN_K=width % weight.block_k == 0 and weight.num_blocks % shares == 0,
+        EVEN_N=weight.codes.shape[0] * ROWS % tile.block_n == 0,
+        STAGES=tile.num_stages,
+        PREFETCH_KB=tile.prefetch if target.has_pdl else 0,
+        USE_PTX=target.has_ptx,
+        PDL=target.has_pdl,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **({"launch_pdl": True} if target.has_pdl else {}),
+    )
+
+
+def _scratch(weight: W4A16Weight, tiles: int, tile: Tile) -> tuple[Tensor | None, Tensor | None]:
+    if tile.split_k == 1:
+        return None, None
+    workspace = weight.options.workspace
+    size = tiles * tile.split_k * tile.block_m * tile.block_n
+    return workspace.partials(size), workspace.counters(tiles)
+
+
+def dequantized(weight: W4A16Weight) -> Tensor:
+    """`unpack_w4a16` by one kernel: the matrix [out, in] in the compute type."""
+    from runtime.kernels.w4a16.kernel import dequantize_kernel
+
+    out, width = weight.shape
+    matrix = torch.empty(out, width, dtype=weight.dtype, device=weight.codes.device)
+    dequantize_kernel[weight.num_blocks, -(-out // 64)](
+        *(weight.codes, weight.scale, weight.zero_point, matrix, out, width, weight.num_blocks),
+        BLOCK_N=64,
+        BLOCK_K=weight.block_k,
+        GROUPS=weight.groups_per_block,
+        USE_PTX=target_of(matrix.device).has_ptx,
+        num_warps=4,
+    )
+    return matrix

@@ -1,0 +1,93 @@
+"""Which kernel, with which constants, multiplies a given number of rows.
+
+Measured entries come from `runtime.kernels.tiles` under "NxK gG" (or "NxK channel"); `choose` has
+a rule for everything else. In deterministic mode the choice depends on the weight alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.kernels.backend import KernelTarget
+from runtime.kernels.tiles import lookup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One choice.
+
+    kernel: "warp" (warps share out K), "tile" (warps share out a tile), "dense" (dequantize the
+        weight, then a library's product).
+    scaling: where scales are applied ("tile" only): to "weights", or to sums of weights that are
+        "centered" or whose excess is taken off by "sums" of inputs.
+    prefetch: K-blocks of a program's weights that are asked into L2 before it waits for inputs.
+    """
+
+    kernel: Literal["warp", "tile", "dense"]
+    block_m: int = 16
+    block_n: int = 64
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    scaling: Literal["sums", "centered", "weights"] = "sums"
+    prefetch: int = 32
+
+
+def problem_of(shape: tuple[int, int], group_size: int | None) -> str:
+    """The key of a weight in a tile table."""
+    unit = f"g{group_size}" if group_size else "channel"
+    return f"{shape[0]}x{shape[1]} {unit}"
+
+
+def choose(
+    num_rows: int,
+    shape: tuple[int, int],
+    group_size: int | None,
+    target: KernelTarget,
+    deterministic: bool = False,
+) -> Tile:
+    """The tile for `num_rows` rows of inputs and a weight of `shape` (out, in)."""
+    if deterministic:
+        return fixed(shape, target)
+    measured = lookup(target.name, "w4a16", problem_of(shape, group_size), num_rows)
+    return Tile(**measured) if measured else rule(num_rows, shape, target)
+
+
+def fixed(shape: tuple[int, int], target: KernelTarget) -> Tile:
+    """One tile for every number of rows: wide enough for prefill, no split of K."""
+    return Tile(kernel="tile", block_m=64, block_n=64, num_stages=3, scaling="weights")
+
+
+def rule(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
+    """Few rows: narrow programs, several per multiprocessor. More: a tile, split to fill them."""
+    if num_rows <= 16:
+        block_n = 16 if shape[0] <= 16 * 4 * target.num_sms else 32
+        return Tile(kernel="warp", block_m=8 if num_rows <= 8 else 16, block_n=block_n)
+    if num_rows <= 64:
+        block_m = 32 if num_rows <= 32 else 64
+        split = _split(shape, 64, 2 * target.num_sms)
+        return Tile(kernel="tile", block_m=block_m, split_k=split, scaling="centered")
+    if num_rows <= 256:
+        block_m = 64 if num_rows <= 64 else 128
+        tiles = -(-shape[0] // 128) * -(-num_rows // block_m)
+        split = 2 if tiles * 2 <= target.num_sms else 1
+        return Tile(
+            kernel="tile",
+            block_m=block_m,
+            block_n=128,
+            split_k=split,
+            num_warps=8,
+            num_stages=4 if target.arch >= 90 else 2,
+            scaling="weights",
+        )
+    return Tile(kernel="dense")
+
+
+def _split(shape: tuple[int, int], block_n: int, num_programs: int) -> int:
+    """Splits of K, a power of two, that bring the programs near `num_programs`."""
+    tiles = -(-shape[0] // block_n)
+    split = 1
+    while tiles * split * 2 <= num_programs and shape[1] // 128 // (split * 2) >= 4:
+        split *= 2
+    return split

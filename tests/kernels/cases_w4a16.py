@@ -1,0 +1,117 @@
+"""What the W4A16 kernels are compiled as: every program, over groups, zero points and types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_case import CompileCase
+
+MODULE = "runtime.kernels.w4a16.kernel"
+PORTABLE = {"USE_PTX": False, "PDL": False, "PREFETCH_KB": 0}
+OVERRIDES = {"gfx942": PORTABLE, "sm80": {"PDL": False, "PREFETCH_KB": 0}}
+
+
+def linear(
+    name: str, kernel: str, *, half: str = "bf16", asymmetric: bool = False, **given: Any
+) -> CompileCase:
+    launch = {key: given.pop(key) for key in ("num_warps", "num_stages") if key in given}
+    expects = given.pop("expects", {})
+    constants = {
+        "BLOCK_K": 128,
+        "GROUPS": 1,
+        "SPLIT_K": 1,
+        "EVEN_K": True,
+        "EVEN_N": True,
+        "STAGES": 4,
+        "PREFETCH_KB": 32,
+        "USE_PTX": True,
+        "PDL": True,
+        "bias_ptr": None,
+        **({} if asymmetric else {"zero_ptr": None}),
+        **given,
+    }
+    pointers = {"x_ptr": half, "codes_ptr": "i16", "scale_ptr": half, "out_ptr": half}
+    pointers |= {"zero_ptr": "u8"} if asymmetric else {}
+    pointers |= {"partials_ptr": "fp32", "counters_ptr": "i32"}
+    numbers = ["M", "N", "K", "num_kb", *(["num_m_tiles"] if kernel == "tile_kernel" else [])]
+    return CompileCase(
+        name=name,
+        kernel=f"{MODULE}:{kernel}",
+        signature={key: f"*{kind}" for key, kind in pointers.items()}
+        | dict.fromkeys(numbers, "i32"),
+        constexprs=constants,
+        overrides=OVERRIDES,
+        aligned=("N", "K"),
+        expects=expects,
+        **launch,
+    )
+
+
+WGMMA = {"sm90": ("wgmma.mma_async",)}
+COMPILE_CASES = [
+    linear("warp-m1", "warp_kernel", BLOCK_M=8, BLOCK_N=16, WARPS=4),
+    linear(
+        "warp-g32-asym-ragged",
+        "warp_kernel",
+        half="fp16",
+        asymmetric=True,
+        BLOCK_M=16,
+        BLOCK_N=32,
+        WARPS=4,
+        BLOCK_K=64,
+        GROUPS=2,
+        EVEN_K=False,
+        EVEN_N=False,
+        SPLIT_K=2,
+    ),
+    linear(
+        "tile-m16-split",
+        "tile_kernel",
+        BLOCK_M=16,
+        BLOCK_N=64,
+        SCALING="sums",
+        SPLIT_K=4,
+        expects=WGMMA,
+    ),
+    linear(
+        "tile-m64-channel-asym",
+        "tile_kernel",
+        asymmetric=True,
+        BLOCK_M=64,
+        BLOCK_N=64,
+        SCALING="centered",
+        GROUPS=0,
+        STAGES=3,
+        num_warps=4,
+        expects=WGMMA,
+    ),
+    linear(
+        "tile-m128-g64-asym",
+        "tile_kernel",
+        half="fp16",
+        asymmetric=True,
+        BLOCK_M=128,
+        BLOCK_N=128,
+        SCALING="weights",
+        GROUPS=2,
+        STAGES=3,
+        num_warps=8,
+        expects=WGMMA,
+    ),
+    CompileCase(
+        name="dequantize",
+        kernel=f"{MODULE}:dequantize_kernel",
+        signature={
+            "codes_ptr": "*i16",
+            "scale_ptr": "*bf16",
+            "zero_ptr": "*u8",
+            "out_ptr": "*bf16",
+            "N": "i32",
+            "K": "i32",
+            "num_kb": "i32",
+        },
+        constexprs={"BLOCK_N": 64, "BLOCK_K": 128, "GROUPS": 1, "USE_PTX": True},
+        overrides={"gfx942": {"USE_PTX": False}},
+        aligned=("N", "K"),
+    ),
+]
