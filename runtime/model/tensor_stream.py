@@ -81,7 +81,7 @@ class TensorStream:
         resident: int = 0,
         digests: Mapping[str, str] | None = None,
     ) -> None:
-        self._reader, self._groups, self._device = reader, groups, device
+        self._reader, self._groups, self._device = reader, groups, _with_index(device)
         self._resident, self._digests = resident, digests or {}
         self._group_of = {name: i for i, names in enumerate(groups) for name in names}
         self._copies = _cuda.Stream(device) if device.type == "cuda" else None
@@ -233,6 +233,13 @@ class TensorStream:
         if found != self._digests[name]:
             problem = altered_tensor(self._reader, name, found, self._digests[name])
             raise refusal(self._reader.directory, [problem])
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Threads have a current device of their own, so "the current one" must be named."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _fits(run: list[tuple[str, StoredTensor]], tensor: StoredTensor) -> bool:
