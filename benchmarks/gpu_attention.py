@@ -18,6 +18,7 @@ from benchmarks.gpu_gemm import TOLERANCE, relative_error
 from benchmarks.gpu_rows import Origin, Subject, row
 from benchmarks.gpu_timing import BYTES_PER_US, call_us, num_copies
 from runtime.kernels.attention import PagedBatch, attention, plan_attention
+from runtime.kernels.workspace import Workspace
 
 # heads, KV heads, head_dim
 SHAPES = {"llama-3.1-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64), "tiny": (4, 2, 32)}
@@ -58,13 +59,18 @@ class Bench:
         self.pools = [pool for pool, _ in pools]
         self.scales = [scales for _, scales in pools]
         num_tokens = case.batch * case.queries
+        self.head_scales_2K = None
+        if kv_dtype == "fp8" and device.type == "cuda":
+            self.head_scales_2K = torch.ones(2, self.kv_heads, device=device)
         self.q_THD = self._draw(num_tokens, self.heads, self.head_dim).to(self.dtype)
 
     def calls(self) -> tuple[Callable[[], Tensor], ...]:
         plan = plan_attention(self._batch(), None)
         scale = self.head_dim**-0.5
         return tuple(
-            lambda p=p, s=s: attention(self.q_THD, p, plan, scale=scale, token_scales=s)
+            lambda p=p, s=s: attention(
+                self.q_THD, p, plan, scale=scale, head_scales_2K=self.head_scales_2K, token_scales=s
+            )
             for p, s in zip(self.pools, self.scales, strict=True)
         )
 
@@ -91,6 +97,8 @@ class Bench:
             block_size=BLOCK_SIZE,
             blank_block=self.num_blocks,
             dtype=self.dtype,
+            pool_dtype=DTYPES[self.kv_dtype],
+            workspace=Workspace(self.device),
             **device,
         )
 

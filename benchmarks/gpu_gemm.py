@@ -19,7 +19,7 @@ from benchmarks.gpu_rows import Origin, Subject, row
 from benchmarks.gpu_timing import BYTES_PER_US, call_us, num_copies
 from quant.artifact.layout import QuantizedWeight, dequantize, quantize_activations
 from quant.artifact.scheme import Scheme, preset, with_group_size
-from runtime.kernels.linear import linear, pack_dense, pack_quantized
+from runtime.kernels.linear import expected_activations, linear, pack_dense, pack_quantized
 from runtime.kernels.quantize import QuantizedActivations
 from runtime.kernels.workspace import KernelOptions, Workspace
 
@@ -75,7 +75,7 @@ class Bench:
         self._generator = torch.Generator(device).manual_seed(n * k)
         if scheme == "bf16":
             weights: list[Any] = [self._dense() for _ in range(self._copies(2 * n * k))]
-            self.packed: list[Any] = [pack_dense(w, self.dtype, device) for w in weights]
+            self.packed: list[Any] = [pack_dense(w, self.dtype, device, options) for w in weights]
         else:
             found = _scheme(scheme, k, group)
             assert found.weights is not None
@@ -107,11 +107,13 @@ class Bench:
         )
 
     def _inputs(self, x: Tensor) -> tuple[Any, Tensor]:
-        """What the layer is given, and the same numbers in float32."""
+        """What the layer is given, and the numbers it multiplies with in float32."""
         act = None if self.scheme == "bf16" else self.weights[0].scheme.activations
         if act is None:
             return x, x.float()
         codes, scale = quantize_activations(x, act)
+        if expected_activations(self.packed[0]) is None:
+            return x, codes.float() * scale
         given = QuantizedActivations(codes_TK=codes, scale_T=scale.flatten(), dtype=self.dtype)
         return given, codes.float() * scale
 
