@@ -38,6 +38,7 @@ PREFIX = "synth:"
 GENERATOR_VERSION = 1
 _KEYS = ("seed", "layers", "tokenizer", "device")
 _LOGIT_STD = 3.0
+_DRAWN_AT_ONCE = 1 << 24  # values in float32, so that a tensor costs no more than itself
 _BOS, _EOS = 0, 2
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -181,8 +182,11 @@ class SyntheticSource(Source):
             fill = 0.0 if name.endswith(".bias") else 1.0
             return torch.full(shape, fill, dtype=self.dtype, device=device)
         generator = torch.Generator(device).manual_seed(_seed_of(self.seed, name))
-        values = torch.empty(shape, dtype=torch.float32, device=device).normal_(generator=generator)
-        return values.mul_(self._std(name)).to(self.dtype)
+        drawn, std = torch.empty(shape, dtype=self.dtype, device=device), self._std(name)
+        for rows in torch.split(drawn, max(1, _DRAWN_AT_ONCE // shape[-1])):
+            values = torch.empty(rows.shape, dtype=torch.float32, device=device)
+            rows.copy_(values.normal_(generator=generator).mul_(std))
+        return drawn
 
     def _std(self, name: str) -> float:
         """Spread of a matrix. Products of normed rows with it have a spread of about one; what is
