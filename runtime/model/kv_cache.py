@@ -18,7 +18,11 @@ KV_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
+_SCALE_BYTES = 4
+
+KVScales = tuple[float, float] | Tensor
 
 
 class KVCache:
@@ -26,8 +30,12 @@ class KVCache:
 
     Attributes:
         pools: per layer [num_blocks + 1, 2, kv_heads, block_size, head_dim]: keys, then values.
-        scales: per layer (k, v); an fp8 pool holds value / scale, saturated at +-448. The others
-            hold plain values and ignore them.
+        scales: per layer (k, v); an fp8 pool holds value / scale, saturated at +-448. None where
+            the layer has a scale per head. Pools that are not fp8 ignore them.
+        head_scales: the same scales on the device, per layer float32 [2, kv_heads]; None for pools
+            that are not fp8.
+        token_scales: of an int8 pool per layer float32 [num_blocks + 1, 2, kv_heads, block_size],
+            written with the codes: value = code * scale. None for the others.
         num_blocks: blocks that may be handed out: ids 0 .. num_blocks - 1.
     """
 
@@ -38,28 +46,42 @@ class KVCache:
         block_size: int,
         dtype: str = "float32",
         device: torch.device | str = "cpu",
-        scales: Sequence[tuple[float, float] | None] | None = None,
+        scales: Sequence[KVScales | None] | None = None,
     ) -> None:
         """Allocate the pools; only the blank block is written, so that a pool on the CPU takes
-        memory as its blocks are first used. `scales` come from the artifact (None: 1.0).
+        memory as its blocks are first used. `scales` come from the artifact: per layer a pair, a
+        tensor [2, kv_heads], or None (1.0).
 
-        Raises ValueError for an unknown dtype or scales that are not one positive pair per layer.
+        Raises ValueError for an unknown dtype or scales that are not one positive pair, or one
+        positive value per side and head, per layer.
         """
         self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
-        self.scales = _checked_scales(scales, spec.num_layers)
-        shape = (num_blocks + 1, 2, spec.kv_heads, block_size, spec.head_dim)
+        per_layer = _checked_scales(scales, spec)
+        self.scales = tuple(None if isinstance(s, Tensor) else s for s in per_layer)
         torch_dtype = _torch_dtype(dtype)
+        self.head_scales: tuple[Tensor | None, ...] = tuple(
+            _per_head(scale, spec.kv_heads, device) if dtype == "fp8" else None
+            for scale in per_layer
+        )
+        shape = (num_blocks + 1, 2, spec.kv_heads, block_size, spec.head_dim)
         self.pools: list[Tensor] = [
             torch.empty(shape, dtype=torch_dtype, device=device) for _ in range(spec.num_layers)
         ]
-        for pool in self.pools:
-            pool.view(torch.uint8)[self.blank_block].zero_()
+        self.token_scales: list[Tensor] | None = None
+        if dtype == "int8":
+            self.token_scales = [
+                torch.empty(shape[:-1], dtype=torch.float32, device=device) for _ in self.pools
+            ]
+        for tensor in self._tensors():
+            tensor.view(torch.uint8)[self.blank_block].zero_()
 
     @staticmethod
     def bytes_per_block(spec: ModelSpec, block_size: int, dtype: str) -> int:
-        """Bytes that one block takes over all layers."""
-        per_token = 2 * spec.kv_heads * spec.head_dim * _torch_dtype(dtype).itemsize
-        return spec.num_layers * block_size * per_token
+        """Bytes that one block takes over all layers, its scales included."""
+        per_head = spec.head_dim * _torch_dtype(dtype).itemsize
+        if dtype == "int8":
+            per_head += _SCALE_BYTES
+        return spec.num_layers * block_size * 2 * spec.kv_heads * per_head
 
     @property
     def blank_block(self) -> int:
@@ -68,9 +90,13 @@ class KVCache:
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks, all layers: ids [n] -> ids [n] (for copy-on-write and swaps)."""
-        for pool in self.pools:
-            data = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
+        for tensor in self._tensors():
+            data = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
             data[targets] = data[sources]
+
+    def _tensors(self) -> list[Tensor]:
+        """Everything that belongs to blocks."""
+        return self.pools + (self.token_scales or [])
 
 
 def _torch_dtype(dtype: str) -> torch.dtype:
@@ -79,15 +105,32 @@ def _torch_dtype(dtype: str) -> torch.dtype:
     return KV_DTYPES[dtype]
 
 
+def _per_head(scales: KVScales, kv_heads: int, device: torch.device | str) -> Tensor:
+    if isinstance(scales, Tensor):
+        return scales.to(device=device, dtype=torch.float32).contiguous()
+    pair = torch.tensor(scales, dtype=torch.float32, device=device)
+    return pair[:, None].expand(2, kv_heads).contiguous()
+
+
 def _checked_scales(
-    scales: Sequence[tuple[float, float] | None] | None, num_layers: int
-) -> tuple[tuple[float, float], ...]:
+    scales: Sequence[KVScales | None] | None, spec: ModelSpec
+) -> tuple[KVScales, ...]:
     if scales is None:
-        return ((1.0, 1.0),) * num_layers
-    if len(scales) != num_layers:
-        raise ValueError(f"{len(scales)} pairs of KV scales for {num_layers} layers")
-    pairs = tuple(pair or (1.0, 1.0) for pair in scales)
-    bad = [i for i, pair in enumerate(pairs) if not all(0 < scale < float("inf") for scale in pair)]
-    if bad:
-        raise ValueError(f"KV scales of layer {bad[0]} are {pairs[bad[0]]}; they must be positive")
-    return pairs
+        return ((1.0, 1.0),) * spec.num_layers
+    if len(scales) != spec.num_layers:
+        raise ValueError(f"{len(scales)} pairs of KV scales for {spec.num_layers} layers")
+    filled = tuple((1.0, 1.0) if scale is None else scale for scale in scales)
+    for layer, scale in enumerate(filled):
+        _check_scale(layer, scale, spec.kv_heads)
+    return filled
+
+
+def _check_scale(layer: int, scale: KVScales, kv_heads: int) -> None:
+    if isinstance(scale, Tensor) and scale.shape != (2, kv_heads):
+        raise ValueError(
+            f"KV scales of layer {layer} have shape {list(scale.shape)}; "
+            f"a pair or [2, {kv_heads}] (keys and values by head) is expected"
+        )
+    values = scale.flatten().tolist() if isinstance(scale, Tensor) else scale
+    if not all(0 < value < float("inf") for value in values):
+        raise ValueError(f"KV scales of layer {layer} are {scale}; they must be positive")

@@ -24,6 +24,9 @@ import torch
 
 from runtime.model.errors import ModelConfigError, UnsupportedModelError
 
+# Rows of a table made at once, which bounds what is held beside it.
+_TABLE_ROWS = 16_384
+
 RopeKind = Literal["default", "linear", "llama3", "yarn", "dynamic"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
 
@@ -135,11 +138,29 @@ def cos_sin(
     The angles are float32 whatever `dtype` is; the first half of sin is negated, so that rotating
     is `x * cos + swap_halves(x) * sin`.
     """
-    angles_TF = positions_T[:, None].float() * _inverse_frequencies(spec, positions_T)
-    cos_TF, sin_TF = angles_TF.cos(), angles_TF.sin()
+    cos_TF, sin_TF = _angles(spec, positions_T)
     cos = torch.cat((cos_TF, cos_TF), dim=-1) * spec.attention_factor
     sin = torch.cat((-sin_TF, sin_TF), dim=-1) * spec.attention_factor
     return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
+
+
+def cos_sin_table(spec: RopeSpec, num_positions: int, device: torch.device | str) -> torch.Tensor:
+    """float32 [num_positions, rotary_dim]: by position the F cosines, then the F sines.
+
+    What the kernel of `runtime.kernels.rope_kv` reads; built once, as long as the longest context.
+    """
+    table = torch.empty(num_positions, spec.rotary_dim, dtype=torch.float32, device=device)
+    for first in range(0, num_positions, _TABLE_ROWS):
+        last = min(first + _TABLE_ROWS, num_positions)
+        cos_TF, sin_TF = _angles(spec, torch.arange(first, last, device=device))
+        torch.cat((cos_TF, sin_TF), dim=-1, out=table[first:last])
+    return table.mul_(spec.attention_factor)
+
+
+def _angles(spec: RopeSpec, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [T, F], float32."""
+    angles_TF = positions_T[:, None].float() * _inverse_frequencies(spec, positions_T)
+    return angles_TF.cos(), angles_TF.sin()
 
 
 def _inverse_frequencies(spec: RopeSpec, positions_T: torch.Tensor) -> torch.Tensor:

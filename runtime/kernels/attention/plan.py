@@ -1,5 +1,7 @@
 """What attention needs to know of a step, worked out once and used by every layer.
 
+This is the plan of the path that gathers (devices without Triton); `triton_plan` is the other.
+
 Spans of one token (decodes) are grouped: sequences of similar length are gathered into one padded
 batch and answered by one call. Longer spans (prompt chunks) are answered one by one. A sliding
 window trims what is gathered, so each distinct window of a model has its own plan.
@@ -14,6 +16,8 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from runtime.kernels.workspace import Workspace
 
 # Queries answered by one call of a long span: bounds the mask to this many rows.
 QUERY_TILE = 512
@@ -74,7 +78,10 @@ class AttentionPlan:
 class PagedBatch:
     """The spans of a step (see StepInputs) and the pool they read.
 
-    `blank_block` is a block of zeros that pads short sequences of a group.
+    `blank_block` is a block of zeros that pads short sequences of a group. The optional fields say
+    the same to the Triton kernels, whose lengths stay on the device; with them the host's
+    `query_lens` and `seq_lens` are not read. `deterministic`: a row's bits depend neither on the
+    rows beside it nor on where its prompt was cut.
     """
 
     block_tables_SB: Tensor
@@ -85,6 +92,12 @@ class PagedBatch:
     block_size: int
     blank_block: int
     dtype: torch.dtype
+    query_starts_S1: Tensor | None = None
+    seq_lens_S: Tensor | None = None
+    num_decodes: int = 0
+    pool_dtype: torch.dtype | None = None
+    deterministic: bool = False
+    workspace: Workspace | None = None
 
     @property
     def blocks_per_group(self) -> int:
@@ -104,8 +117,8 @@ class PagedBatch:
         return -(-self.seq_lens[s] // self.block_size) - self.first_block(s, window)
 
 
-def plan_attention(batch: PagedBatch, window: int | None) -> AttentionPlan:
-    """The plan of a step for layers that see `window` tokens (None: all)."""
+def plan_gathers(batch: PagedBatch, window: int | None) -> AttentionPlan:
+    """What to gather for layers that see `window` tokens (None: all)."""
     starts = [0, *accumulate(batch.query_lens)]
     decodes = [s for s, num_new in enumerate(batch.query_lens) if num_new == 1]
     return AttentionPlan(

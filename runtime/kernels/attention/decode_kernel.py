@@ -1,0 +1,305 @@
+"""Decode attention (one query per sequence) as one balanced walk over all keys of a step.
+
+The work is a list of units, one per (sequence, key/value head, tile of keys), in that order.
+Every program takes an equal, contiguous stretch of it (the stream-K idea of arXiv 2301.03598,
+applied to keys), so neither the grid nor the balance depends on how lengths are spread. A head
+that several programs share is put together by the last of them to arrive, in the order of its
+keys: no atomics on floats, the same bits every time.
+
+With SPLITS > 0 the stretches depend on a sequence's own length alone (deterministic mode): a
+row's bits then do not depend on the rows beside it.
+
+All query heads of a key/value head are rows of one tile, so keys are read once.
+
+Shape legend: M rows (heads of one group, padded to 16), N keys of a tile, D head_dim, G heads of a
+group, I segments of one head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from runtime.kernels.attention.kernel_parts import (
+    LOG2_E,
+    attend_tile,
+    block_ids,
+    start_after_previous_kernel,
+)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "window"])
+def plan_decode_kernel(
+    seq_lens_ptr,
+    starts_ptr,
+    firsts_ptr,
+    num_seqs,
+    num_programs,
+    window,
+    KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    MIN_UNITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Where each sequence's units start, and where each program's first unit lies.
+
+    starts [S + 2]: first unit of each sequence, then the total, then the units per program.
+    firsts [P]: the sequence of each program's first unit.
+    """
+    start_after_previous_kernel(PDL)
+    s = tl.arange(0, BLOCK_S)
+    seq_lens = tl.load(seq_lens_ptr + s, mask=s < num_seqs, other=0)
+    tiles = tl.cdiv(seq_lens, TILE)
+    if WINDOWED:
+        tiles -= tl.maximum(seq_lens - window, 0) // TILE
+    ends = tl.cumsum(tiles * KV_HEADS, 0)
+    total = tl.sum(tiles * KV_HEADS, 0)
+    per_program = tl.maximum(tl.cdiv(total, num_programs), MIN_UNITS)
+    tl.store(starts_ptr + s, ends - tiles * KV_HEADS, mask=s < num_seqs)
+    tl.store(starts_ptr + num_seqs, total)
+    tl.store(starts_ptr + num_seqs + 1, per_program)
+    tl.debug_barrier()
+    p = tl.arange(0, BLOCK_P)
+    unit = p * per_program
+    low = tl.zeros([BLOCK_P], tl.int32)
+    for i in tl.static_range(SEARCH_STEPS):
+        middle = low + (BLOCK_S >> (i + 1))
+        start = tl.load(starts_ptr + middle, mask=middle < num_seqs, other=2147483647)
+        low = tl.where(start <= unit, middle, low)
+    tl.store(firsts_ptr + p, low, mask=p < num_programs)
+
+
+@triton.jit
+def _attend_segment(
+    q_ptr,
+    pool_ptr,
+    token_scales_ptr,
+    table_ptr,
+    head,
+    first_tile,
+    num_tiles,
+    seq_len,
+    low,
+    qk_scale,
+    DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    KV: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):
+    rows_M = tl.arange(0, ROWS)
+    q_at_MD = (head * GROUP + rows_M)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    q_MD = tl.load(q_ptr + q_at_MD, mask=(rows_M < GROUP)[:, None], other=0.0).to(DTYPE)
+    m_M = tl.full([ROWS], float("-inf"), tl.float32)
+    l_M = tl.zeros([ROWS], tl.float32)
+    acc_MD = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    keys_N = first_tile * TILE + tl.arange(0, TILE)
+    blocks_N = block_ids(table_ptr, keys_N, seq_len, BLOCK_SIZE)
+    for _ in range(num_tiles):
+        is_stored_N = keys_N < seq_len
+        is_visible_N = is_stored_N
+        if WINDOWED:
+            is_visible_N &= keys_N >= low
+        # The next tile's blocks are on their way while this one is computed.
+        next_blocks_N = block_ids(table_ptr, keys_N + TILE, seq_len, BLOCK_SIZE)
+        m_M, l_M, acc_MD = attend_tile(
+            q_MD, m_M, l_M, acc_MD, pool_ptr, token_scales_ptr, blocks_N, keys_N,
+            is_visible_N[None, :], is_stored_N, head, qk_scale,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV, True, False, USE_PTX,
+        )  # fmt: skip
+        keys_N += TILE
+        blocks_N = next_blocks_N
+    return m_M, l_M, acc_MD
+
+
+@triton.jit
+def _merge(
+    partials_ptr,
+    sums_ptr,
+    out_ptr,
+    first_slot,
+    skip,
+    num_segments,
+    v_scale,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """Put a head's segments together in the order of its keys, MERGE at a time.
+
+    Segment 0 lies in slot `first_slot + skip`, segment i > 0 in `first_slot + i * STEP`.
+    """
+    g = tl.arange(0, GROUP_ROWS)
+    d = tl.arange(0, HEAD_DIM)
+    m_G = tl.full([GROUP_ROWS], -1e30, tl.float32)
+    l_G = tl.zeros([GROUP_ROWS], tl.float32)
+    acc_GD = tl.zeros([GROUP_ROWS, HEAD_DIM], tl.float32)
+    for first in range(0, num_segments, MERGE):
+        i = first + tl.arange(0, MERGE)
+        slot_I = first_slot + i * STEP + tl.where(i == 0, skip, 0)
+        row_IG = slot_I[:, None] * GROUP + g[None, :]
+        ok_IG = (i < num_segments)[:, None] & (g < GROUP)[None, :]
+        m_IG = tl.load(sums_ptr + 2 * row_IG, mask=ok_IG, other=-1e30, cache_modifier=".cg")
+        l_IG = tl.load(sums_ptr + 2 * row_IG + 1, mask=ok_IG, other=0.0, cache_modifier=".cg")
+        acc_IGD = tl.load(
+            partials_ptr + row_IG[:, :, None] * HEAD_DIM + d[None, None, :],
+            mask=ok_IG[:, :, None], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        m_new_G = tl.maximum(m_G, tl.max(m_IG, 0))
+        weight_IG = tl.exp2(m_IG - m_new_G[None, :])
+        alpha_G = tl.exp2(m_G - m_new_G)
+        l_G = l_G * alpha_G + tl.sum(weight_IG * l_IG, 0)
+        acc_GD = acc_GD * alpha_G[:, None] + tl.sum(acc_IGD * weight_IG[:, :, None], 0)
+        m_G = m_new_G
+    out_GD = acc_GD * (v_scale / tl.maximum(l_G, 1e-30))[:, None]
+    at_GD = g[:, None] * HEAD_DIM + d[None, :]
+    tl.store(out_ptr + at_GD, out_GD.to(out_ptr.dtype.element_ty), mask=(g < GROUP)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "window"])
+def decode_kernel(
+    q_ptr,
+    pool_ptr,
+    head_scales_ptr,
+    token_scales_ptr,
+    tables_ptr,
+    seq_lens_ptr,
+    starts_ptr,
+    firsts_ptr,
+    partials_ptr,
+    sums_ptr,
+    counters_ptr,
+    out_ptr,
+    num_seqs,
+    q_stride,
+    table_stride,
+    window,
+    scale,
+    DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    KV: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    MERGE: tl.constexpr,
+    PDL: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):
+    """out [S, H * D] = attention of the S decodes; see the module's docstring.
+
+    partials: weighted values [num_slots, G, D]; sums: (m, l) [num_slots, G, 2], m in log2 units.
+    """
+    start_after_previous_kernel(PDL)
+    p = tl.program_id(0)
+    if SPLITS:
+        s = p // (SPLITS * KV_HEADS)
+        unit, stop, per_program = 0, 1, 1
+    else:
+        per_program = tl.load(starts_ptr + num_seqs + 1)
+        s = tl.load(firsts_ptr + p)
+        unit = p * per_program
+        stop = tl.minimum(unit + per_program, tl.load(starts_ptr + num_seqs))
+    while unit < stop:
+        seq_len = tl.load(seq_lens_ptr + s)
+        low = 0
+        if WINDOWED:
+            low = tl.maximum(seq_len - window, 0)
+        low_tile = low // TILE
+        tiles = tl.cdiv(seq_len, TILE) - low_tile
+        if SPLITS:
+            head = p // SPLITS % KV_HEADS
+            per_split = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_TILES)
+            tile = p % SPLITS * per_split
+            num_tiles = tl.maximum(tl.minimum(per_split, tiles - tile), 0)
+            num_segments = tl.cdiv(tiles, per_split)
+            slot, first_slot, skip = p, p - p % SPLITS, 0
+            next_unit = stop
+        else:
+            start = tl.load(starts_ptr + s)
+            head = (unit - start) // tl.maximum(tiles, 1)
+            head_unit = start + head * tiles
+            tile = unit - head_unit
+            num_tiles = tl.minimum(tiles - tile, stop - unit)
+            first_program = head_unit // per_program
+            num_segments = (head_unit + tiles - 1) // per_program - first_program + 1
+            slot = 2 * p + (unit != p * per_program).to(tl.int32)
+            first_slot = 2 * first_program
+            skip = (first_program * per_program < head_unit).to(tl.int32)
+            next_unit = unit + num_tiles
+        if num_tiles > 0:
+            k_scale = scale * LOG2_E
+            v_scale = 1.0
+            if KV == "fp8" or KV == "fp8_bits":
+                k_scale *= tl.load(head_scales_ptr + head)
+                v_scale = tl.load(head_scales_ptr + KV_HEADS + head)
+            if KV == "fp8_bits":
+                k_scale *= 256.0
+                v_scale *= 256.0
+            m_M, l_M, acc_MD = _attend_segment(
+                q_ptr + s.to(tl.int64) * q_stride, pool_ptr, token_scales_ptr,
+                tables_ptr + s.to(tl.int64) * table_stride, head, low_tile + tile, num_tiles,
+                seq_len, low, k_scale, DTYPE, GROUP, ROWS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE,
+                KV, WINDOWED, USE_PTX,
+            )  # fmt: skip
+            rows_M = tl.arange(0, ROWS)
+            at_MD = rows_M[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            is_row_M = rows_M < GROUP
+            head_out_ptr = out_ptr + (s.to(tl.int64) * KV_HEADS + head) * (GROUP * HEAD_DIM)
+            if num_segments == 1:
+                out_MD = acc_MD * (v_scale / l_M)[:, None]
+                out_MD = out_MD.to(out_ptr.dtype.element_ty)
+                tl.store(head_out_ptr + at_MD, out_MD, mask=is_row_M[:, None])
+            else:
+                row_M = slot.to(tl.int64) * GROUP + rows_M
+                acc_ptr = partials_ptr + slot.to(tl.int64) * (GROUP * HEAD_DIM)
+                tl.store(acc_ptr + at_MD, acc_MD, mask=is_row_M[:, None])
+                tl.store(sums_ptr + 2 * row_M, m_M, mask=is_row_M)
+                tl.store(sums_ptr + 2 * row_M + 1, l_M, mask=is_row_M)
+                # All threads' stores come before the one thread's release.
+                tl.debug_barrier()
+                counter_ptr = counters_ptr + s * KV_HEADS + head
+                arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+                if arrived == num_segments - 1:
+                    tl.store(counter_ptr, 0)
+                    _merge(
+                        partials_ptr, sums_ptr, head_out_ptr, first_slot, skip, num_segments,
+                        v_scale, 1 if SPLITS else 2, GROUP, GROUP_ROWS, HEAD_DIM, MERGE,
+                    )  # fmt: skip
+        unit = next_unit
+        if SPLITS == 0:
+            s += (unit >= start + tiles * KV_HEADS).to(tl.int32)
+    _clear_empty_rows(
+        seq_lens_ptr, out_ptr, num_seqs, p, tl.num_programs(0), GROUP * KV_HEADS, HEAD_DIM
+    )
+
+
+@triton.jit
+def _clear_empty_rows(
+    seq_lens_ptr, out_ptr, num_seqs, first, step, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Sequences of length 0 are padding of a captured step: their rows become zeros."""
+    d = tl.arange(0, HEAD_DIM)
+    for s in range(first, num_seqs, step):
+        if tl.load(seq_lens_ptr + s) == 0:
+            row_ptr = out_ptr + s * (HEADS * HEAD_DIM)
+            for head in range(HEADS):
+                tl.store(
+                    row_ptr + head * HEAD_DIM + d, tl.zeros([HEAD_DIM], out_ptr.dtype.element_ty)
+                )

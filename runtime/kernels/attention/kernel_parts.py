@@ -1,0 +1,129 @@
+"""Pieces that the attention kernels share: reading the paged pool and the online softmax.
+
+Shape legend: M rows (queries x heads of one key/value head), N keys of a tile, D head_dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def start_after_previous_kernel(PDL: tl.constexpr):
+    """Let the next kernel start, then wait for the results of the one before (sm_90 and up)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def widen(codes, DTYPE: tl.constexpr, KV: tl.constexpr, USE_PTX: tl.constexpr):
+    """Stored values in the type of the dot products; exact for every 8-bit code.
+
+    `fp8_bits` takes e4m3 as the upper bits of a float16, which is 2^8 too small: the caller's
+    scales make up for it. int8 by PTX: code + 128 becomes the low byte of 1024.0 (0x6400).
+    """
+    if KV == "fp8_bits":
+        bits = codes.to(tl.uint16)
+        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(DTYPE)
+    elif KV == "int8" and USE_PTX:
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 biased, low, high, offset;
+                xor.b32 biased, $2, 0x80808080;
+                prmt.b32 low, biased, 0x64646464, 0x4140;
+                prmt.b32 high, biased, 0x64646464, 0x4342;
+                mov.b32 offset, 0x64806480;
+                sub.f16x2 $0, low, offset;
+                sub.f16x2 $1, high, offset;
+            }
+            """,
+            "=r,=r,r",
+            [codes],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    elif KV == "fp8":
+        return codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    else:
+        return codes.to(DTYPE)
+
+
+@triton.jit
+def block_ids(table_ptr, keys_N, seq_len, BLOCK_SIZE: tl.constexpr):
+    """Physical blocks of the keys; block 0 stands in beyond the sequence."""
+    return tl.load(table_ptr + keys_N // BLOCK_SIZE, mask=keys_N < seq_len, other=0)
+
+
+@triton.jit
+def pool_rows(blocks_N, keys_N, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Rows of `pool.view(-1, D)` that hold the keys; the values lie KV_HEADS * BLOCK_SIZE on."""
+    first = blocks_N.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE)
+    return first + (head * BLOCK_SIZE + keys_N % BLOCK_SIZE)
+
+
+@triton.jit
+def attend_tile(
+    q_MD,
+    m_M,
+    l_M,
+    acc_MD,
+    pool_ptr,
+    token_scales_ptr,
+    blocks_N,
+    keys_N,
+    visible_MN,
+    is_stored_N,
+    head,
+    qk_scale,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KV: tl.constexpr,
+    MASKED: tl.constexpr,
+    MAY_SEE_NOTHING: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):
+    """One tile of keys folded into (running maximum, sum, weighted values).
+
+    Keys are read unmasked, since their scores are replaced where not visible; values where not
+    stored become zeros, because 0 * NaN of a stale slot would be NaN. A tile in which a row sees
+    nothing leaves that row as it was, bit for bit (m is -inf until the first visible key).
+    """
+    rows_N = pool_rows(blocks_N, keys_N, head, KV_HEADS, BLOCK_SIZE)
+    at_ND = (rows_N * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    k_ND = widen(tl.load(pool_ptr + at_ND), q_MD.dtype, KV, USE_PTX)
+    v_ptr = pool_ptr + KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    if MASKED:
+        v_codes_ND = tl.load(v_ptr + at_ND, mask=is_stored_N[:, None], other=0)
+    else:
+        v_codes_ND = tl.load(v_ptr + at_ND)
+    scores_MN = tl.dot(q_MD, k_ND.T, input_precision="ieee") * qk_scale
+    if KV == "int8":
+        scores_MN *= tl.load(token_scales_ptr + rows_N)[None, :]
+    if MASKED:
+        scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
+    m_new_M = tl.maximum(m_M, tl.max(scores_MN, 1))
+    shift_M = m_new_M
+    if MAY_SEE_NOTHING:
+        shift_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)
+    p_MN = tl.exp2(scores_MN - shift_M[:, None])
+    alpha_M = tl.exp2(m_M - shift_M)
+    l_M = l_M * alpha_M + tl.sum(p_MN, 1)
+    acc_MD = acc_MD * alpha_M[:, None]
+    v_ND = widen(v_codes_ND, q_MD.dtype, KV, USE_PTX)
+    if KV == "int8":
+        # Scales relative to the tile's largest keep the weights in float16's range.
+        scales_ptr = token_scales_ptr + KV_HEADS * BLOCK_SIZE
+        scales_N = tl.load(scales_ptr + rows_N, mask=is_stored_N, other=0.0)
+        largest = tl.maximum(tl.max(scales_N, 0), 1e-30)
+        p_MN *= (scales_N / largest)[None, :]
+        acc_MD += tl.dot(p_MN.to(q_MD.dtype), v_ND, input_precision="ieee") * largest
+    else:
+        acc_MD = tl.dot(p_MN.to(q_MD.dtype), v_ND, acc_MD, input_precision="ieee")
+    return m_new_M, l_M, acc_MD
