@@ -44,15 +44,14 @@ def excess(is_bf16, use_ptx):
 @triton.jit
 def unpack_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr, USE_PTX: tl.constexpr):
     """Codes 0..15 of one plane, plus `excess`, as 16-bit floats of `dtype`."""
+    asm: tl.constexpr = _unpack_asm(PLANE, dtype == tl.bfloat16)
     if not USE_PTX:
         values = ((words >> (4 * PLANE)) & 15).to(dtype)
     elif dtype == tl.bfloat16:
-        asm: tl.constexpr = _unpack_asm(PLANE, True)
         values = tl.inline_asm_elementwise(
             asm, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
         )
     else:
-        asm: tl.constexpr = _unpack_asm(PLANE, False)
         values = tl.inline_asm_elementwise(
             asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
         )

@@ -1,0 +1,160 @@
+"""W4A16 on a real card: random shapes, groups and row counts against a float64 product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from quant.artifact.layout import QuantizedWeight, dequantize
+from quant.artifact.scheme import preset, with_group_size
+from runtime.kernels.w4a16 import pack_w4a16, unpack_w4a16, w4a16_linear
+from runtime.kernels.w4a16.launch import dequantized, launch
+from runtime.kernels.w4a16.tile import Tile
+from runtime.kernels.workspace import KernelOptions, Workspace
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TOLERANCE = 3e-3
+SHAPES = [(576, 576), (192, 576), (1536, 576), (576, 1536), (1024, 4096), (48, 96), (6144, 4096)]
+SPLIT = Tile(kernel="tile", block_m=16, block_n=64, split_k=4, scaling="sums")
+
+
+@pytest.fixture(scope="module")
+def options() -> KernelOptions:
+    return KernelOptions(workspace=Workspace("cuda"))
+
+
+def random_weight(
+    shape: tuple[int, int], group_size: int | None, symmetric: bool, dtype: torch.dtype
+) -> QuantizedWeight:
+    scheme = with_group_size(preset("w4a16"), group_size)
+    assert scheme.weights is not None
+    scheme = replace(scheme, weights=replace(scheme.weights, symmetric=symmetric))
+    groups = 1 if group_size is None else shape[1] // group_size
+
+    def codes(*size: int) -> torch.Tensor:
+        return torch.randint(-8, 8, size, dtype=torch.int8, device="cuda")
+
+    return QuantizedWeight(
+        scheme=scheme,
+        codes=codes(*shape),
+        scale=(torch.rand(shape[0], groups, device="cuda") * 0.02 + 0.002).to(dtype),
+        zero_point=None if symmetric else codes(shape[0], groups),
+    )
+
+
+@pytest.fixture
+def _nan_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs start as NaN: an element that nobody wrote fails every comparison."""
+    real = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        made = real(*args, **kwargs)  # type: ignore[call-overload]
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def check(got: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor) -> None:
+    expected = x.double() @ matrix.double().T + bias.double()
+    error = float((got.double() - expected).norm() / expected.norm())
+    assert error < TOLERANCE, f"relative error {error:.1e}"
+
+
+@given(
+    shape=st.sampled_from(SHAPES),
+    group_size=st.sampled_from([None, 32, 64, 128]),
+    symmetric=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    num_rows=st.one_of(st.integers(1, 70), st.integers(1, 4097)),
+    seed=st.integers(0, 1 << 16),
+    deterministic=st.booleans(),
+)
+@example(
+    shape=(576, 576),
+    group_size=64,
+    symmetric=False,
+    dtype=torch.bfloat16,
+    num_rows=4097,
+    seed=0,
+    deterministic=False,
+)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@pytest.mark.usefixtures("_nan_empty")
+def test_linear_matches_float64(
+    options: KernelOptions,
+    shape: tuple[int, int],
+    group_size: int | None,
+    symmetric: bool,
+    dtype: torch.dtype,
+    num_rows: int,
+    seed: int,
+    deterministic: bool,
+) -> None:
+    if group_size and shape[1] % group_size:
+        group_size = 32
+    torch.manual_seed(seed)
+    weight = random_weight(shape, group_size, symmetric, dtype)
+    chosen = replace(options, deterministic=deterministic)
+    packed = pack_w4a16(weight, dtype, torch.device("cuda"), chosen)
+    x_TK = torch.randn(num_rows, shape[1], dtype=dtype, device="cuda") + 0.2
+    bias = torch.randn(shape[0], dtype=dtype, device="cuda")
+    got = w4a16_linear(x_TK, packed, bias)
+    check(got, x_TK, dequantize(weight), bias)
+    assert torch.equal(got, w4a16_linear(x_TK, packed, bias)), "same inputs, other bits"
+    assert not options.workspace.counters(64).any()
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("group_size", [None, 32, 64, 128])
+def test_unpacking_is_exact(
+    options: KernelOptions, group_size: int | None, symmetric: bool
+) -> None:
+    weight = random_weight((192, 640), group_size, symmetric, torch.bfloat16)
+    packed = pack_w4a16(weight, torch.bfloat16, torch.device("cuda"), options)
+    assert torch.equal(dequantized(packed), dequantize(weight))
+    assert torch.equal(unpack_w4a16(packed), dequantize(weight))
+
+
+def test_split_sums_repeat_under_load(options: KernelOptions) -> None:
+    """Arrival order of the splits must not show: many launches, one answer."""
+    weight = random_weight((1024, 4096), 128, True, torch.bfloat16)
+    packed = pack_w4a16(weight, torch.bfloat16, torch.device("cuda"), options)
+    x_TK = torch.randn(16, 4096, dtype=torch.bfloat16, device="cuda")
+    first = launch(x_TK, packed, None, SPLIT)
+    assert all(torch.equal(first, launch(x_TK, packed, None, SPLIT)) for _ in range(200))
+
+
+def test_graph_replay_follows_its_inputs(options: KernelOptions) -> None:
+    weight = random_weight((1024, 4096), 128, True, torch.bfloat16)
+    packed = pack_w4a16(weight, torch.bfloat16, torch.device("cuda"), options)
+    x_TK = torch.randn(4, 4096, dtype=torch.bfloat16, device="cuda")
+    pad = torch.nn.functional.pad
+    w4a16_linear(x_TK, packed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden = w4a16_linear(x_TK, packed)
+        out = w4a16_linear(pad(hidden, (0, 3072)), packed)
+    for _ in range(3):
+        x_TK.normal_()
+        graph.replay()
+        hidden_now = w4a16_linear(x_TK, packed)
+        assert torch.equal(out, w4a16_linear(pad(hidden_now, (0, 3072)), packed))
+
+
+def test_deterministic_rows_do_not_see_each_other(options: KernelOptions) -> None:
+    weight = random_weight((576, 1536), 64, False, torch.bfloat16)
+    fixed = replace(options, deterministic=True)
+    packed = pack_w4a16(weight, torch.bfloat16, torch.device("cuda"), fixed)
+    x_TK = torch.randn(700, 1536, dtype=torch.bfloat16, device="cuda")
+    whole = w4a16_linear(x_TK, packed)
+    for first, last in [(0, 1), (5, 13), (100, 150), (300, 700)]:
+        assert torch.equal(w4a16_linear(x_TK[first:last], packed), whole[first:last])
