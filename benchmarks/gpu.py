@@ -118,7 +118,7 @@ def worker_rows(spec: Spec, run: Run) -> Rows:
     finally:
         watch.stop()
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 class _Watch:

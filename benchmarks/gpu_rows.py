@@ -136,7 +136,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(found, sort_keys=True) + "\n" for found in rows)
+        file.writelines(json.dumps(found) + "\n" for found in rows)
 
 
 def origin(device: str, commit: str | None) -> Origin:
