@@ -1,0 +1,265 @@
+"""Triton matrix products out = x W^T, for weights [out, in] that lie K-contiguous.
+
+Legend: M rows (tokens), N output features, K input features. `gemv` serves one row, `gemm` a few
+hundred with its K range split over programs, `gemm_tma` thousands. All three multiply by a scale
+per row and per output channel when asked, which is what 8-bit codes need, so that `w8a8` uses them
+too. Operands of one product have one type: bfloat16, float16, float32, int8 or e4m3.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prefetch_rows(pointers, num_bytes):
+    """Ask L2 for `num_bytes` (a multiple of 16) behind each pointer; sm_90 and later."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [pointers.to(tl.int64), num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def sum_splits(acc, partials_ptr, counters_ptr, tile, split, SPLITS: tl.constexpr):
+    """(sum over the splits of a tile, whether this program was the last of them to arrive).
+
+    Whoever arrives last adds all partial sums in the order of the splits, so the bits do not depend
+    on the order of arrival, and puts the counter back to zero.
+    """
+    BLOCK_A: tl.constexpr = acc.shape[0]
+    BLOCK_B: tl.constexpr = acc.shape[1]
+    SIZE: tl.constexpr = BLOCK_A * BLOCK_B
+    at = tl.arange(0, BLOCK_A)[:, None] * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
+    first = partials_ptr + tile.to(tl.int64) * (SPLITS * SIZE)
+    tl.store(first + split * SIZE + at, acc, cache_modifier=".cg")
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
+    is_last = arrived == SPLITS - 1
+    total = tl.zeros_like(acc)
+    if is_last:
+        for i in tl.static_range(SPLITS):
+            total += tl.load(first + i * SIZE + at, cache_modifier=".cg")
+        tl.store(counters_ptr + tile, 0)
+    return total, is_last
+
+
+@triton.jit
+def finish(
+    acc,
+    n,
+    m,
+    N,
+    M,
+    out_ptr,
+    row_scale_ptr,
+    channel_scale_ptr,
+    bias_ptr,
+):
+    """Scale, add the bias and store a tile of sums; `n` and `m` broadcast to its shape. What is
+    None is left out."""
+    y = acc.to(tl.float32)
+    if row_scale_ptr is not None:
+        y = y * tl.load(row_scale_ptr + m, mask=m < M, other=0.0)
+    if channel_scale_ptr is not None:
+        y = y * tl.load(channel_scale_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        y = y + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    at = out_ptr + m.to(tl.int64) * N + n
+    tl.store(at, y.to(out_ptr.dtype.element_ty), mask=(m < M) & (n < N))
+
+
+@triton.jit
+def gemv(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    row_scale_ptr,
+    channel_scale_ptr,
+    bias_ptr,
+    N,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row: a program owns BLOCK_N channels and walks all of K. The next tile is always asked
+    for before the one at hand is used, and the first before anything is waited for."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    w = tl.load(w_ptrs, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=1):
+        x = tl.load(x_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+        left = K - start - BLOCK_K
+        mask = (k < left)[None, :]
+        w_next = tl.load(
+            w_ptrs + (start + BLOCK_K), mask=mask, other=0.0, eviction_policy="evict_first"
+        )
+        acc += tl.sum(w.to(tl.float32) * x[None, :], axis=1)
+        w = w_next
+    m = tl.zeros([BLOCK_N], dtype=tl.int32)
+    finish(acc, n, m, N, 1, out_ptr, row_scale_ptr, channel_scale_ptr, bias_ptr)
+
+
+@triton.jit
+def gemm(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    partials_ptr,
+    counters_ptr,
+    row_scale_ptr,
+    channel_scale_ptr,
+    bias_ptr,
+    M,
+    N,
+    K,
+    split_k,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EXACT_EVERY: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile [BLOCK_N, BLOCK_M] of W x^T over columns [split * split_k, + split_k) of K.
+
+    The weights are the left operand, whose tiles the tensor cores take 64 rows at a time, and the
+    few rows of x the right one, which may be as narrow as 16. split_k is a multiple of BLOCK_K;
+    EVEN_K says that K is a multiple of BLOCK_K. PREFETCH bytes of each weight row (0: none) are
+    brought to L2 while the kernel ahead still runs. e4m3: the tensor cores of sm_90 keep 14 bits
+    when adding; their sums are moved to float32 every EXACT_EVERY columns.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    tile = pid % (num_m * num_n)
+    split = pid // (num_m * num_n)
+    n = (tile // num_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = (tile % num_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = split * split_k + tl.arange(0, BLOCK_K)
+    end = tl.minimum(K, (split + 1) * split_k)
+    w_rows = w_ptr + tl.minimum(n, N - 1).to(tl.int64) * K
+    if PDL:
+        if PREFETCH > 0:
+            item_bytes: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+            size = tl.minimum((end - split * split_k) * item_bytes, PREFETCH)
+            prefetch_rows(w_rows + split * split_k, size)
+        tl.extra.cuda.gdc_wait()
+    w_ptrs = w_rows[:, None] + k[None, :]
+    x_ptrs = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[None, :] * K + k[:, None]
+    IS_INT: tl.constexpr = w_ptr.dtype.element_ty == tl.int8
+    ACC: tl.constexpr = tl.int32 if IS_INT else tl.float32
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=ACC)
+    for start in range(split * split_k, end, BLOCK_K):
+        if EVEN_K:
+            w = tl.load(w_ptrs)
+            x = tl.load(x_ptrs)
+        else:
+            left = K - start - tl.arange(0, BLOCK_K)
+            w = tl.load(w_ptrs, mask=left[None, :] > 0, other=0.0)
+            x = tl.load(x_ptrs, mask=left[:, None] > 0, other=0.0)
+        acc = tl.dot(
+            w, x, acc, out_dtype=ACC, max_num_imprecise_acc=EXACT_EVERY, input_precision="ieee"
+        )
+        w_ptrs += BLOCK_K
+        x_ptrs += BLOCK_K
+    if SPLITS == 1:
+        finish(
+            acc,
+            n[:, None],
+            m[None, :],
+            N,
+            M,
+            out_ptr,
+            row_scale_ptr,
+            channel_scale_ptr,
+            bias_ptr,
+        )
+    else:
+        total, is_last = sum_splits(acc, partials_ptr, counters_ptr, tile, split, SPLITS)
+        if is_last:
+            finish(
+                total,
+                n[:, None],
+                m[None, :],
+                N,
+                M,
+                out_ptr,
+                row_scale_ptr,
+                channel_scale_ptr,
+                bias_ptr,
+            )
+
+
+@triton.jit
+def gemm_tma(
+    x_desc,
+    w_desc,
+    out_ptr,
+    row_scale_ptr,
+    channel_scale_ptr,
+    bias_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    EXACT_EVERY: tl.constexpr,
+    IS_INT: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles [BLOCK_M, BLOCK_N] of x W^T through the copy engine, NUM_PROGRAMS at a time.
+
+    Tiles go GROUP_M rows of tiles at a time, so that those in flight share their operands in L2.
+    What lies past the edges reads as zero.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    ACC: tl.constexpr = tl.int32 if IS_INT else tl.float32
+    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=FLATTEN):
+        group = tile // (GROUP_M * num_n)
+        rows = tl.minimum(num_m - group * GROUP_M, GROUP_M)
+        within = tile % (GROUP_M * num_n)
+        first_m = (group * GROUP_M + within % rows) * BLOCK_M
+        first_n = (within // rows) * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
+        for start in range(0, K, BLOCK_K):
+            x = x_desc.load([first_m, start])
+            w = w_desc.load([first_n, start])
+            acc = tl.dot(x, w.T, acc, out_dtype=ACC, max_num_imprecise_acc=EXACT_EVERY)
+        m = first_m + tl.arange(0, BLOCK_M)
+        n = first_n + tl.arange(0, BLOCK_N)
+        finish(
+            acc,
+            n[None, :],
+            m[:, None],
+            N,
+            M,
+            out_ptr,
+            row_scale_ptr,
+            channel_scale_ptr,
+            bias_ptr,
+        )

@@ -1,0 +1,92 @@
+"""Triton: RMSNorm of one token per program, with the residual and the quantization fused in."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runtime.kernels.backend import KernelTarget
+from runtime.kernels.quantize.kernel import launch_options, row_codes, row_scale, row_warps
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_out_ptr,
+    scale_ptr,
+    x_stride,
+    width,
+    eps,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What is quantized is the normed row rounded to x's type, as if it had been stored."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    stored = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * width + columns, mask=mask, other=0.0)
+        stored = (residual.to(tl.float32) + stored.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(residual_out_ptr + row * width + columns, stored, mask=mask)
+    x = stored.to(tl.float32)
+    mean = tl.sum(x * x, axis=0) / width
+    normed = (x * tl.rsqrt(mean + eps) * weight).to(x_ptr.dtype.element_ty)
+    if IS_QUANTIZED:
+        normed = normed.to(tl.float32)
+        scale = row_scale(normed, IS_FLOAT)
+        tl.store(out_ptr + row * width + columns, row_codes(normed, scale, IS_FLOAT), mask=mask)
+        tl.store(scale_ptr + row, scale)
+    else:
+        tl.store(out_ptr + row * width + columns, normed, mask=mask)
+
+
+def launch_rms_norm(
+    x_TE: Tensor,
+    residual_TE: Tensor | None,
+    weight_E: Tensor,
+    eps: float,
+    out_TE: Tensor,
+    residual_out_TE: Tensor | None,
+    scale_T: Tensor | None,
+    target: KernelTarget,
+) -> None:
+    """Fill `out` (codes where there are scales) and the new residual from `x` [T, n].
+
+    Rows of `x` may lie apart (a stride); everything else is contiguous.
+    """
+    num_rows, width = x_TE.shape
+    if num_rows == 0:
+        return
+    block = triton.next_power_of_2(width)
+    rms_norm_kernel[(num_rows,)](
+        x_TE,
+        residual_TE,
+        weight_E,
+        out_TE,
+        residual_out_TE,
+        scale_T,
+        x_TE.stride(0),
+        width,
+        eps,
+        BLOCK=block,
+        HAS_RESIDUAL=residual_TE is not None,
+        IS_QUANTIZED=scale_T is not None,
+        IS_FLOAT=out_TE.dtype != torch.int8,
+        PDL=target.has_pdl,
+        num_warps=row_warps(block),
+        **launch_options(target),
+    )

@@ -1,0 +1,88 @@
+"""Triton: one program quantizes one token. The row functions also serve the fused producers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runtime.kernels.backend import KernelTarget
+
+
+@triton.jit
+def row_scale(x, IS_FLOAT: tl.constexpr):
+    """The scale of one row: absmax / 448 (e4m3) or / 127.5 (int8), epsilon for a row of zeros.
+
+    The maximum is taken over the bits: they order as the magnitudes do, and a NaN comes out on top.
+    """
+    absmax = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+    limit = 448.0 if IS_FLOAT else 127.5
+    scale = tl.div_rn(absmax, limit)
+    return tl.where(scale == 0, 1.1920928955078125e-07, scale)
+
+
+@triton.jit
+def row_codes(x, scale, IS_FLOAT: tl.constexpr):
+    """round_half_even(clamp(x / scale)) as e4m3 or int8 codes.
+
+    Adding and taking away 1.5 * 2^23 rounds a float32 to an integer, ties to even.
+    """
+    scaled = tl.div_rn(x, scale)
+    if IS_FLOAT:
+        codes = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
+    else:
+        clamped = tl.minimum(tl.maximum(scaled, -128.0), 127.0)
+        codes = ((clamped + 12582912.0) - 12582912.0).to(tl.int8)
+    return codes
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    width,
+    BLOCK: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    x = tl.load(x_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = row_scale(x, IS_FLOAT)
+    tl.store(codes_ptr + row * width + columns, row_codes(x, scale, IS_FLOAT), mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+def row_warps(block: int) -> int:
+    """Warps for a program that holds `block` values: 16 a thread, at most 16 warps."""
+    return max(1, min(16, block // 512))
+
+
+def launch_quantize(x_TK: Tensor, codes_TK: Tensor, scale_T: Tensor, target: KernelTarget) -> None:
+    """Fill `codes` [T, in] and `scale` [T] from contiguous `x` [T, in]."""
+    num_rows, width = x_TK.shape
+    if num_rows == 0:
+        return
+    block = triton.next_power_of_2(width)
+    quantize_kernel[(num_rows,)](
+        x_TK,
+        codes_TK,
+        scale_T,
+        width,
+        BLOCK=block,
+        IS_FLOAT=codes_TK.dtype != torch.int8,
+        PDL=target.has_pdl,
+        num_warps=row_warps(block),
+        **launch_options(target),
+    )
+
+
+def launch_options(target: KernelTarget) -> dict[str, bool]:
+    """What a launch says beside the tile: that the kernel waits for its inputs by itself (PDL)."""
+    return {"launch_pdl": True} if target.has_pdl else {}

@@ -1,0 +1,124 @@
+"""8-bit weights times 8-bit inputs, int8 and FP8 (e4m3) alike: scales per channel and per token.
+
+int8 sums are exact integers, so every tile gives the same bits. FP8 sums are float32; the tensor
+cores of sm_90 add e4m3 products with 14 bits, which is why partial sums leave them regularly.
+The weights stay as they lie in the artifact, [out, in] at a byte each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quant.artifact.layout import FP8, QuantizedWeight
+from quant.artifact.scheme import ActivationScheme
+from runtime.kernels.backend import KernelTarget, target_of
+from runtime.kernels.dense.choose import fixed_tile, small_tile
+from runtime.kernels.dense.product import Product, Tile
+from runtime.kernels.quantize import QuantizedActivations
+from runtime.kernels.workspace import KernelOptions
+
+__all__ = ["W8A8Weight", "can_pack_w8a8", "pack_w8a8", "unpack_w8a8", "w8a8_linear"]
+
+MANY_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class W8A8Weight:
+    """codes [out, in] int8 or e4m3, scale [out] float32, how inputs are quantized."""
+
+    codes_NK: Tensor
+    scale_N: Tensor
+    activations: ActivationScheme
+    dtype: torch.dtype
+    options: KernelOptions
+
+
+def can_pack_w8a8(weight: QuantizedWeight, target: KernelTarget) -> bool:
+    """True where the kernels serve this weight: 8-bit inputs, and e4m3 only where it exists."""
+    activations = weight.scheme.activations
+    if activations is None or weight.shape[1] % 16:
+        return False
+    return activations.kind == "int" or target.has_fp8
+
+
+def pack_w8a8(
+    weight: QuantizedWeight, dtype: torch.dtype, device: torch.device, options: KernelOptions
+) -> W8A8Weight:
+    """The weight on the device; `dtype` is the compute type, in which outputs come."""
+    assert weight.scheme.activations is not None
+    return W8A8Weight(
+        codes_NK=weight.codes.to(device=device, copy=True).contiguous(),
+        scale_N=weight.scale.flatten().to(device=device, dtype=torch.float32, copy=True),
+        activations=weight.scheme.activations,
+        dtype=dtype,
+        options=options,
+    )
+
+
+def unpack_w8a8(weight: W8A8Weight) -> Tensor:
+    """The matrix [out, in] float32 that the kernels multiply with."""
+    return weight.codes_NK.float() * weight.scale_N[:, None]
+
+
+def w8a8_linear(
+    a: QuantizedActivations, weight: W8A8Weight, bias_N: Tensor | None = None
+) -> Tensor:
+    """[T, in] codes -> [T, out] in the compute type."""
+    target = target_of(a.codes_TK.device)
+    product = Product(
+        x_MK=a.codes_TK,
+        w_NK=weight.codes_NK,
+        dtype=a.dtype,
+        options=weight.options,
+        row_scale_M=a.scale_T,
+        channel_scale_N=weight.scale_N,
+        bias_N=bias_N,
+    )
+    tile = choose_tile(product, target)
+    if tile.kernel == "torch":
+        return scaled_mm(product) if weight.codes_NK.dtype == FP8 else int_mm(product)
+    from runtime.kernels.w8a8.launch import launch
+
+    return launch(product, tile, target)
+
+
+def choose_tile(product: Product, target: KernelTarget) -> Tile:
+    num_rows, num_channels, width = product.shape
+    is_fp8 = product.w_NK.dtype == FP8
+    if is_fp8 and product.options.deterministic:
+        return fixed_tile(1, target)
+    if num_rows <= MANY_ROWS:
+        return small_tile(num_rows, num_channels, width, 1, target)
+    if is_fp8 and product.dtype == torch.bfloat16 and product.x_MK.is_cuda:
+        return Tile(kernel="torch")
+    if target.arch < 90:
+        return small_tile(num_rows, num_channels, width, 1, target)
+    return Tile(kernel="tma", block_n=256, block_m=128, block_k=128, num_warps=8, num_stages=3)
+
+
+def scaled_mm(product: Product) -> Tensor:
+    """The library's FP8 product with scales per row and column; bfloat16 results only."""
+    assert product.row_scale_M is not None
+    assert product.channel_scale_N is not None
+    return torch._scaled_mm(
+        product.x_MK,
+        product.w_NK.T,
+        scale_a=product.row_scale_M[:, None],
+        scale_b=product.channel_scale_N[None, :],
+        bias=product.bias_N,
+        out_dtype=product.dtype,
+        use_fast_accum=True,
+    )
+
+
+def int_mm(product: Product) -> Tensor:
+    """The library's int8 product, scaled afterwards: correct everywhere, four bytes a sum."""
+    assert product.row_scale_M is not None
+    assert product.channel_scale_N is not None
+    sums = torch._int_mm(product.x_MK, product.w_NK.T).float()
+    y = sums.mul_(product.row_scale_M[:, None]).mul_(product.channel_scale_N)
+    y = y if product.bias_N is None else y.add_(product.bias_N)
+    return y.to(product.dtype)

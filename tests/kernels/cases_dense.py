@@ -1,0 +1,121 @@
+"""What the matrix kernels are compiled as, over plain and scaled operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_case import CompileCase
+
+MODULE = "runtime.kernels.dense.kernel"
+PORTABLE = {"PDL": False, "PREFETCH": 0}
+
+
+def gemm(
+    name: str, kind: str, *, has_scales: bool, wgmma: bool = True, **given: Any
+) -> CompileCase:
+    launch = {key: given.pop(key) for key in ("num_warps", "num_stages") if key in given}
+    is_fp8 = kind == "fp8e4nv"
+    constants: dict[str, Any] = {
+        "BLOCK_K": 128,
+        "SPLITS": 1,
+        "EXACT_EVERY": 128 if is_fp8 else None,
+        "PREFETCH": 1024,
+        "EVEN_K": True,
+        "PDL": True,
+        "bias_ptr": None,
+        **given,
+    }
+    if constants["SPLITS"] == 1:
+        constants |= {"partials_ptr": None, "counters_ptr": None}
+    if not has_scales:
+        constants |= {"row_scale_ptr": None, "channel_scale_ptr": None}
+    pointers = {
+        "x_ptr": f"*{kind}",
+        "w_ptr": f"*{kind}",
+        "out_ptr": "*bf16",
+        "partials_ptr": "*i32" if kind == "i8" else "*fp32",
+        "counters_ptr": "*i32",
+        "row_scale_ptr": "*fp32",
+        "channel_scale_ptr": "*fp32",
+        **dict.fromkeys(("M", "N", "K", "split_k"), "i32"),
+    }
+    return CompileCase(
+        name=name,
+        kernel=f"{MODULE}:gemm",
+        signature={key: kind for key, kind in pointers.items() if key not in constants},
+        constexprs=constants,
+        overrides={} if is_fp8 else {"sm80": PORTABLE, "gfx942": PORTABLE},
+        targets=("sm90", "sm100") if is_fp8 else ("sm80", "sm90", "sm100", "gfx942"),
+        aligned=("N", "K", "split_k"),
+        expects={"sm90": ("wgmma.mma_async",)} if wgmma else {},
+        **launch,
+    )
+
+
+def gemv(name: str, kind: str, **given: Any) -> CompileCase:
+    is_fp8 = kind == "fp8e4nv"
+    absent = {} if is_fp8 else {"row_scale_ptr": None, "channel_scale_ptr": None}
+    scales = {"row_scale_ptr": "*fp32", "channel_scale_ptr": "*fp32"} if is_fp8 else {}
+    return CompileCase(
+        name=name,
+        kernel=f"{MODULE}:gemv",
+        signature={
+            "x_ptr": f"*{kind}",
+            "w_ptr": f"*{kind}",
+            "out_ptr": "*bf16",
+            "N": "i32",
+            "K": "i32",
+            **scales,
+        },
+        constexprs={"PDL": True, "bias_ptr": None, **absent, **given},
+        overrides={} if is_fp8 else {"sm80": {"PDL": False}, "gfx942": {"PDL": False}},
+        targets=("sm90", "sm100") if is_fp8 else ("sm80", "sm90", "sm100", "gfx942"),
+        aligned=("N", "K"),
+    )
+
+
+def tma(name: str, kind: str, block_n: int) -> CompileCase:
+    return CompileCase(
+        name=name,
+        kernel=f"{MODULE}:gemm_tma",
+        signature={
+            "x_desc": f"tensordesc<{kind}[128, 128]>",
+            "w_desc": f"tensordesc<{kind}[{block_n}, 128]>",
+            "out_ptr": "*bf16",
+            "row_scale_ptr": "*fp32",
+            "channel_scale_ptr": "*fp32",
+            "M": "i32",
+            "N": "i32",
+            "K": "i32",
+        },
+        constexprs={
+            "BLOCK_M": 128,
+            "BLOCK_N": block_n,
+            "BLOCK_K": 128,
+            "GROUP_M": 8,
+            "NUM_PROGRAMS": 132,
+            "EXACT_EVERY": None if kind == "i8" else 128,
+            "IS_INT": kind == "i8",
+            "FLATTEN": False,
+            "PDL": True,
+            "bias_ptr": None,
+        },
+        targets=("sm90",),
+        num_warps=8,
+        num_stages=3,
+        aligned=("N", "K"),
+        expects={"sm90": ("wgmma.mma_async", "cp.async.bulk.tensor")},
+    )
+
+
+COMPILE_CASES = [
+    gemm("bf16-fixed", "bf16", has_scales=False, BLOCK_N=64, BLOCK_M=64, BLOCK_K=64, num_stages=4),
+    gemm("int8-m16-split", "i8", has_scales=True, BLOCK_N=64, BLOCK_M=16, SPLITS=4, num_stages=4),
+    gemm("int8-m128", "i8", has_scales=True, BLOCK_N=128, BLOCK_M=128, num_warps=8, num_stages=4),
+    gemm("fp8-m16-split", "fp8e4nv", has_scales=True, BLOCK_N=128, BLOCK_M=16, SPLITS=2),
+    gemm("fp8-m64-ragged", "fp8e4nv", has_scales=True, BLOCK_N=64, BLOCK_M=64, EVEN_K=False),
+    gemv("gemv-bf16", "bf16", BLOCK_N=4, BLOCK_K=2048),
+    gemv("gemv-fp8", "fp8e4nv", BLOCK_N=4, BLOCK_K=2048),
+    tma("tma-int8", "i8", 256),
+    tma("tma-fp8", "fp8e4nv", 128),
+]
