@@ -101,7 +101,7 @@ class Engine:
             ProbeError: the loaded model does not compute what the artifact's probe says.
         """
         loaded = load(path, config)
-        return cls(loaded.decoder, loaded.kv, loaded.resolved, loaded.artifact)
+        return cls(loaded.decoder, loaded.kv, loaded.resolved, loaded.artifact, loaded.runner)
 
     @property
     def has_work(self) -> bool:

@@ -6,7 +6,7 @@ Nothing is served that was not checked: bytes by the artifact's digests, arithme
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from quant.artifact.errors import ArtifactError
 from quant.artifact.probe import ProbeRecord, compare, expected_entries
 from runtime.config import ConfigError, EngineConfig, ResolvedConfig
 from runtime.engine.batch import Piece
+from runtime.engine.cuda_runner import CudaRunner, RunnerLimits
 from runtime.engine.end_of_text import end_of_text_ids
 from runtime.engine.memory import available_host_bytes, cuda_pool
 from runtime.engine.model_runner import ModelRunner
@@ -26,7 +27,12 @@ from runtime.engine.resolve import (
     cpu_pool,
     resolve,
     resolve_numerics,
+    step_limits,
 )
+from runtime.engine.runner import Runner
+from runtime.engine.startup import Startup, StartupClock
+from runtime.kernels.backend import uses_triton
+from runtime.kernels.workspace import KernelOptions, Workspace
 from runtime.model.decoder import Decoder
 from runtime.model.kv_cache import KVCache
 from runtime.model.loader import load_decoder
@@ -41,35 +47,81 @@ class ProbeError(ArtifactError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The parts of an engine."""
+    """The parts of an engine. `startup` says where the time went."""
 
     decoder: Decoder
     kv: KVCache
     resolved: ResolvedConfig
     artifact: Artifact
+    runner: Runner
+    startup: Startup
 
 
 def load(path: Path, config: EngineConfig) -> Loaded:
     """Raises ArtifactError (ProbeError included), UnsupportedModelError or ConfigError."""
-    artifact = open_artifact(path, verify=config.verify)
+    clock = StartupClock()
+    clock.lap("imports")
+    artifact = open_artifact(path, verify="fast")
+    clock.lap("open")
     _set_threads(config.num_threads)
     numerics = resolve_numerics(
         config,
         artifact_dtype=artifact.manifest.dtype,
         has_fp8_kv=artifact.manifest.kv_cache is not None,
         has_cuda=torch.cuda.is_available(),
+        has_triton=uses_triton(torch.device("cuda")),
     )
+    device = _opened(numerics.device)
+    clock.lap("device")
     decoder = load_decoder(
-        artifact, device=torch.device(numerics.device), dtype=DTYPES[numerics.dtype]
+        artifact,
+        device=device,
+        dtype=DTYPES[numerics.dtype],
+        options=KernelOptions(workspace=Workspace(device), deterministic=config.deterministic),
+        digests=artifact.tensor_digests() if config.verify == "full" else None,
     )
-    pool = _pool_facts(decoder, numerics, config)
-    resolved = resolve(
-        config, numerics, _model_facts(artifact, decoder.spec, numerics, config), pool
-    )
+    clock.lap("weights")
     if config.probe and artifact.manifest.probe is not None:
         check_probe(decoder, artifact, artifact.manifest.probe, numerics, config.block_size)
+    clock.lap("probe")
+    facts = _model_facts(artifact, decoder.spec, numerics, config)
+    resolved = resolve(config, numerics, facts, _pool_facts(decoder, numerics, facts, config))
     kv = _allocated(decoder, resolved)
-    return Loaded(decoder=decoder, kv=kv, resolved=resolved, artifact=artifact)
+    runner = make_runner(decoder, kv, resolved)
+    clock.lap("pool")
+    return Loaded(
+        decoder=decoder, kv=kv, resolved=resolved, artifact=artifact, runner=runner,
+        startup=clock.startup,
+    )  # fmt: skip
+
+
+def make_runner(decoder: Decoder, kv: KVCache, resolved: ResolvedConfig) -> Runner:
+    """The runner for the decoder's device: on a CPU waiting is free, elsewhere it is not."""
+    if decoder.device.type == "cpu":
+        return ModelRunner(decoder, kv, resolved.block_size)
+    limits = RunnerLimits(
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_model_len=resolved.max_model_len,
+        block_size=resolved.block_size,
+    )
+    return CudaRunner(
+        decoder,
+        kv,
+        limits,
+        deterministic=resolved.deterministic,
+        use_graphs=not resolved.enforce_eager,
+    )
+
+
+def _opened(name: str) -> torch.device:
+    """The device, made current and given its context."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    return device
 
 
 def _set_threads(num_threads: int | None) -> None:
@@ -124,8 +176,7 @@ def check_probe(
             Piece(tokens=prompt.token_ids, start=0, block_ids=blocks, wanted=[num_tokens - 1])
         )
     kv_dtype = numerics.dtype if artifact.manifest.kv_cache is None else "fp8"
-    kv = make_cache(decoder, kv_dtype, num_blocks, block_size)
-    runner = ModelRunner(decoder, kv, block_size)
+    runner = _scratch_runner(decoder, kv_dtype, num_blocks, block_size)
     logits_PV = runner.logits(runner.forward(pieces))
     result = compare(
         probe, expected_entries(probe, logits_PV), is_float32=numerics.dtype == "float32"
@@ -150,11 +201,37 @@ def _model_facts(
     )
 
 
-def _pool_facts(decoder: Decoder, numerics: Numerics, config: EngineConfig) -> PoolFacts:
+def _scratch_runner(
+    decoder: Decoder, kv_dtype: str, num_blocks: int, block_size: int
+) -> ModelRunner | CudaRunner:
+    """A runner for pieces of one's own, on a small cache that goes with it."""
+    kv = make_cache(decoder, kv_dtype, num_blocks, block_size)
+    if decoder.device.type == "cpu":
+        return ModelRunner(decoder, kv, block_size)
+    limits = RunnerLimits(
+        max_num_seqs=1,
+        max_num_batched_tokens=num_blocks * block_size,
+        max_model_len=num_blocks * block_size,
+        block_size=block_size,
+    )
+    return CudaRunner(decoder, kv, limits, use_graphs=False)
+
+
+def _pool_facts(
+    decoder: Decoder, numerics: Numerics, model: ModelFacts, config: EngineConfig
+) -> PoolFacts:
+    """A GPU's pool is what the worst step leaves; that step also makes its kernels ready."""
     if decoder.device.type == "cpu":
         return cpu_pool(available_host_bytes())
-    num_tokens = min(config.max_num_batched_tokens, decoder.spec.max_positions)
-    num_blocks = -(-num_tokens // config.block_size)
-    kv = make_cache(decoder, numerics.kv_cache_dtype, num_blocks, config.block_size)
-    runner = ModelRunner(decoder, kv, config.block_size)
-    return cuda_pool(runner, num_tokens, config.max_num_seqs, config.gpu_memory_utilization)
+    steps = step_limits(config, numerics.device)
+    limits = RunnerLimits(
+        max_num_seqs=steps.max_num_seqs,
+        max_num_batched_tokens=steps.max_num_batched_tokens,
+        max_model_len=min(config.max_model_len or model.max_positions, model.max_positions),
+        block_size=config.block_size,
+    )
+    kv = make_cache(decoder, numerics.kv_cache_dtype, 1, config.block_size)
+    runner = CudaRunner(decoder, kv, limits, deterministic=config.deterministic)
+    facts = cuda_pool(runner.run_worst_step, decoder.device, config.gpu_memory_utilization)
+    # The pools hold one block more than they hand out.
+    return replace(facts, pool_bytes=max(0, facts.pool_bytes - model.block_bytes))

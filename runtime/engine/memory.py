@@ -1,21 +1,25 @@
 """How much memory the KV pool may take on this machine. Measures; decides nothing.
 
-On a GPU the pool gets what the utilization leaves after the weights and the peak of one full-sized
-dummy step. On a CPU the limit of the control group counts as well as the machine's.
+On a GPU the pool gets what the utilization leaves after the weights, the worst step, the graphs and
+what lies outside of torch. What the worst step took stays with torch's allocator, so that no later
+step has to ask the device for more. On a CPU the limit of the control group counts as well as the
+machine's.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from runtime.engine.batch import Piece
-from runtime.engine.model_runner import ModelRunner
+from runtime.config import Account
 from runtime.engine.resolve import PoolFacts
 
 _CGROUP = Path("/sys/fs/cgroup")
+# A captured step of 32 layers, as measured: its nodes, and what the driver keeps of each.
+BYTES_PER_GRAPH = 2 * 2**20
 
 
 def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
@@ -27,25 +31,46 @@ def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _
     return max(0, min(free, limit - used))
 
 
-def cuda_pool(runner: ModelRunner, num_tokens: int, num_rows: int, utilization: float) -> PoolFacts:
-    """What is left on the runner's device after a step of `num_tokens` tokens in one span.
+def cuda_pool(
+    run_worst_step: Callable[[], int], device: torch.device, utilization: float
+) -> PoolFacts:
+    """What a device's pool may take, by running the worst step that can come.
 
-    The runner's KV cache must hold them; it is scratch and counts as part of the peak.
+    `run_worst_step` gives the bytes to set aside for graphs, which are captured later.
     """
-    device = runner.decoder.device
+    torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    blocks = range(-(-num_tokens // runner.block_size))
-    wanted = range(max(0, num_tokens - num_rows), num_tokens)
-    piece = Piece(tokens=[0] * num_tokens, start=0, block_ids=blocks, wanted=wanted)
-    runner.logits(runner.forward([piece]))
+    weights = torch.cuda.memory_allocated(device)
+    graphs = run_worst_step()
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    outside_torch = total - free - torch.cuda.memory_reserved(device)
-    peak = torch.cuda.max_memory_allocated(device) + outside_torch
+    return pool_facts(
+        total=total,
+        free=free,
+        weights=weights,
+        reserved=torch.cuda.memory_reserved(device),
+        graphs=graphs,
+        utilization=utilization,
+    )
+
+
+def pool_facts(
+    *, total: int, free: int, weights: int, reserved: int, graphs: int, utilization: float
+) -> PoolFacts:
+    """The account of a device, all in bytes: `reserved` by torch, `weights` of it in use."""
+    used = total - free
     return PoolFacts(
-        pool_bytes=max(0, int(total * utilization) - peak),
-        reason=f"{utilization:.0%} of the device less weights and the peak of a full step",
+        pool_bytes=max(0, int(total * utilization) - used - graphs),
+        reason=f"{utilization:.0%} of the device less weights, the worst step and graphs",
+        account=Account(
+            total=total,
+            weights=weights,
+            kv=0,
+            workspace=reserved - weights,
+            graphs=graphs,
+            outside=used - reserved,
+            left=free - graphs,
+        ),
     )
 
 

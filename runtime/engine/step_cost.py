@@ -67,7 +67,7 @@ def measure(sizes: Iterable[int], seconds_of: Callable[[int], float], budget_s: 
     spent = 0.0
     for size in sorted(set(sizes)):
         first = seconds_of(size)
-        runs = []
+        runs: list[float] = []
         while len(runs) < 3 and (not runs or spent + runs[-1] < budget_s):
             runs.append(seconds_of(size))
             spent += runs[-1]

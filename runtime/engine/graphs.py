@@ -1,0 +1,98 @@
+"""Captured decode steps: one CUDA graph per number of rows and way of drawing, made when needed.
+
+A step of n rows replays the graph of the next size up; rows beyond n are padding. The first step of
+a size runs as it is (which compiles its kernels and settles its memory) and is captured behind it;
+so a capture costs the host some milliseconds, once, while the device is busy. All graphs share one
+memory pool, since only one runs at a time. A capture that fails is reported once, and the engine
+goes on without graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Numbers of rows to capture for, by rising size; the last one is `max_num_seqs`.
+
+    Above 16 rows less than 16 % of a step is padding, and weights are read once however many rows
+    there are; below, a step costs the same for each size.
+    """
+    sizes = {1, 2, 4, 8, 12, 16, max_num_seqs}
+    for low, high, step in ((16, 64, 4), (64, 128, 8), (128, 256, 16), (256, 2048, 32)):
+        sizes.update(range(low + step, high + 1, step))
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
+
+class DecodeGraphs:
+    """Runs `step(num_rows, kind)` for a size that fits, by replay where it was captured.
+
+    `step` reads and writes tensors at fixed addresses only and allocates on one stream. `keep`
+    gives tensors whose memory the graphs rely on; it is asked at each capture.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, ...],
+        step: Callable[[int, Any], None],
+        keep: Callable[[], Any],
+    ) -> None:
+        self.sizes = sizes
+        self._step, self._keep = step, keep
+        self._captured: dict[tuple[int, Hashable], tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._pool: Any = None
+        self._is_off = False
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
+    def size_for(self, num_rows: int) -> int:
+        return self.sizes[bisect_left(self.sizes, num_rows)]
+
+    def run(self, size: int, kind: Hashable) -> None:
+        """One step of `size` rows (one of `sizes`)."""
+        captured = self._captured.get((size, kind))
+        if captured is not None:
+            captured[0].replay()
+            return
+        self._step(size, kind)
+        if not self._is_off:
+            self._try_capture(size, kind)
+
+    def missing(self, kind: Hashable) -> list[int]:
+        """Sizes not captured yet, largest first: its memory then serves the smaller ones."""
+        if self._is_off:
+            return []
+        return [size for size in reversed(self.sizes) if (size, kind) not in self._captured]
+
+    def _try_capture(self, size: int, kind: Hashable) -> None:
+        try:
+            self._captured[size, kind] = (self._capture(size, kind), self._keep())
+        except RuntimeError as error:  # torch's and CUDA's way to say that it cannot
+            self._is_off = True
+            log.warning(
+                "CUDA graphs are off from here on: capturing a decode step of %d rows failed "
+                "(%s); answers are the same, small batches are slower", size, error,
+            )  # fmt: skip
+
+    def _capture(self, size: int, kind: Hashable) -> torch.cuda.CUDAGraph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._step(size, kind)
+            finally:
+                graph.capture_end()
+        return graph

@@ -1,0 +1,132 @@
+"""The arrays of a step that holds prompt chunks, built on the host and sent up in one piece.
+
+Decodes come as rows (`ROW_WIDTH` ints each, see `runtime.kernels.decode_inputs`), whose tokens lie
+on the device; chunks come as pieces, whose tokens the host knows. Knows blocks and positions; does
+not know what a slot's state is beyond its number.
+
+Shape legend: D decodes, T tokens, S spans (decodes first), R rows of logits, B columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.engine.batch import Piece
+from runtime.engine.transfer import Ints, upload
+from runtime.model.step import StepInputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArrays:
+    """The integers of StepInputs, int32, on the host. A negative token id is a slot's last token:
+    -1 of slot 0, -2 of slot 1, ..."""
+
+    token_ids_T: Ints
+    positions_T: Ints
+    kv_slots_T: Ints
+    logit_rows_R: Ints
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    num_decodes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_T)
+
+    @property
+    def max_query_len(self) -> int:
+        return max(self.query_lens)
+
+
+def step_arrays(rows_D5: Ints, pieces: Seq[Piece], block_size: int) -> StepArrays:
+    """Decodes first, each with one row of logits; then the pieces with the rows they want."""
+    slots, positions, blocks, tokens, _ = rows_D5.T
+    token_ids = [np.where(tokens < 0, -1 - slots, tokens)]
+    kv_slots = [blocks * block_size + positions % block_size]
+    all_positions, wanted = [positions], [np.arange(len(rows_D5), dtype=np.int32)]
+    first = len(rows_D5)
+    for piece in pieces:
+        span = np.arange(piece.start, piece.start + len(piece.tokens))
+        token_ids.append(np.array(piece.tokens))
+        all_positions.append(span)
+        kv_slots.append(
+            np.array(piece.block_ids)[span // block_size] * block_size + span % block_size
+        )
+        wanted.append(first + np.array(piece.wanted, np.int32))
+        first += len(span)
+    return StepArrays(
+        token_ids_T=_joined(token_ids),
+        positions_T=_joined(all_positions),
+        kv_slots_T=_joined(kv_slots),
+        logit_rows_R=_joined(wanted),
+        query_lens=(1,) * len(rows_D5) + tuple(len(piece.tokens) for piece in pieces),
+        seq_lens=(
+            *(positions + 1).tolist(),
+            *(piece.start + len(piece.tokens) for piece in pieces),
+        ),
+        num_decodes=len(rows_D5),
+    )
+
+
+def block_tables(pieces: Seq[Piece]) -> Ints:
+    """[S, B] block ids of pieces, padded with 0."""
+    tables = np.zeros((len(pieces), max(len(piece.block_ids) for piece in pieces)), np.int32)
+    for row, piece in zip(tables, pieces, strict=True):
+        row[: len(piece.block_ids)] = piece.block_ids
+    return tables
+
+
+def to_inputs(
+    arrays: StepArrays, block_tables_SB: Tensor, last_tokens_N: Tensor, *, has_kernels: bool
+) -> StepInputs:
+    """StepInputs on the device of the tables, which may be wider than needed."""
+    device = block_tables_SB.device
+    starts = np.cumsum((0, *arrays.query_lens))
+    parts = [arrays.token_ids_T, arrays.positions_T, arrays.kv_slots_T, arrays.logit_rows_R,
+             starts, np.array(arrays.seq_lens)]  # fmt: skip
+    sent = torch.split(upload(_joined(parts), device), [len(part) for part in parts])
+    token_ids, positions, kv_slots, logit_rows = (part.long() for part in sent[:4])
+    if arrays.num_decodes:
+        held = last_tokens_N[(-1 - token_ids).clamp_(min=0)].long()
+        token_ids = torch.where(token_ids < 0, held, token_ids)
+    return StepInputs(
+        token_ids_T=token_ids,
+        positions_T=positions,
+        slots_T=kv_slots,
+        block_tables_SB=block_tables_SB if has_kernels else block_tables_SB.long(),
+        query_lens=arrays.query_lens,
+        seq_lens=arrays.seq_lens,
+        logit_rows_R=logit_rows,
+        query_starts_S1=sent[4] if has_kernels else None,
+        seq_lens_S=sent[5] if has_kernels else None,
+        num_decodes=arrays.num_decodes,
+        max_query_len=arrays.max_query_len,
+    )
+
+
+def split_pieces(pieces: Seq[Piece], num_tokens: int) -> list[Piece]:
+    """The same work in pieces of at most `num_tokens`; wanted rows stay in their order."""
+    parts: list[Piece] = []
+    for piece in pieces:
+        for low in range(0, len(piece.tokens), num_tokens):
+            high = min(low + num_tokens, len(piece.tokens))
+            parts.append(
+                Piece(
+                    tokens=piece.tokens[low:high],
+                    start=piece.start + low,
+                    block_ids=piece.block_ids,
+                    wanted=[at - low for at in piece.wanted if low <= at < high],
+                )
+            )
+    return parts
+
+
+def _joined(parts: Seq[NDArray[Any]]) -> Ints:
+    return np.concatenate(parts).astype(np.int32)
