@@ -46,8 +46,8 @@ LAWS = [
         "torch triton numpy"),
     law("runtime.model", "runtime.model runtime.kernels quant.artifact", "torch numpy safetensors"),
     law("runtime.text", "runtime.text runtime.request", never="torch fastapi triton"),
-    law("runtime.engine", "runtime.engine runtime.model runtime.request runtime.config "
-        "quant.artifact", "torch numpy psutil"),
+    law("runtime.engine", "runtime.engine runtime.model runtime.kernels runtime.request "
+        "runtime.config quant.artifact", "torch numpy psutil"),
     law("runtime.server", "runtime.server runtime.engine runtime.request runtime.config "
         "runtime.text quant.artifact", never="transformers triton"),
     law("runtime", "runtime quant.artifact"),
