@@ -2,6 +2,9 @@
 
 Knows StepInputs and pools, not requests, sequences or text. All state comes in as arguments.
 
+Two ways through a layer: torch's own ops (any device, float32 too), and kernels that rotate, store
+and attend without asking the host anything, which a graph can capture (`has_kernels`).
+
 Shape legend: T tokens in the step, R rows of logits, E hidden, H query heads, K key/value heads,
 D head_dim, V vocabulary.
 """
@@ -12,16 +15,25 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from runtime.kernels.attention import AttentionPlan, PagedBatch, attention, plan_attention
+from runtime.kernels.attention import (
+    AttentionPlan,
+    PagedBatch,
+    TritonPlan,
+    attention,
+    plan_attention,
+)
+from runtime.kernels.backend import uses_triton
 from runtime.kernels.gate import gate
 from runtime.kernels.kv_store import slot_rows, store_kv
 from runtime.kernels.norm import add_rms_norm, rms_norm
+from runtime.kernels.quantize import QuantizedActivations
 from runtime.kernels.rope import rotate_
-from runtime.model.kv_cache import KVCache
+from runtime.kernels.rope_kv import rope_kv
+from runtime.kernels.workspace import KernelOptions, Workspace
+from runtime.model.kv_cache import KVCache, KVScales
 from runtime.model.linear import Linear
-from runtime.model.rope import RopeSpec, cos_sin
+from runtime.model.rope import RopeSpec, cos_sin, cos_sin_table
 from runtime.model.spec import LayerSpec, ModelSpec
 from runtime.model.step import StepInputs
 
@@ -52,11 +64,12 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What all layers of a step share: rotations by rope, attention by window, where K/V go."""
+    """What all layers of a step share: attention by window; rotations by rope and where K/V go
+    are worked out per step for torch's ops only (kernels look both up by position and slot)."""
 
+    attention: dict[int | None, AttentionPlan | TritonPlan]
     rotations: dict[RopeSpec, tuple[Tensor, Tensor]]
-    attention: dict[int | None, AttentionPlan]
-    kv_rows: Tensor
+    kv_rows: Tensor | None
 
 
 class Decoder:
@@ -76,11 +89,31 @@ class Decoder:
         embedding_VE: Tensor,
         final_norm: Tensor,
         head: Linear | None,
-        kv_scales: tuple[tuple[float, float] | None, ...],
+        kv_scales: tuple[KVScales | None, ...],
+        options: KernelOptions | None = None,
+        num_positions: int | None = None,
     ) -> None:
+        """`num_positions`: longest sequence that will be run (None: the model's own limit)."""
         self.spec, self.layers, self.head, self.kv_scales = spec, layers, head, kv_scales
         self.embedding_VE, self.final_norm = embedding_VE, final_norm
         self.dtype, self.device = embedding_VE.dtype, embedding_VE.device
+        self.options = options or KernelOptions(workspace=Workspace(self.device))
+        self._head = head or Linear.shared(embedding_VE, self.options)
+        self._rope_tables = self._tables(num_positions or spec.max_positions)
+        scale = spec.embedding_scale
+        # The factor itself is rounded to the compute type first: trained that way (Gemma).
+        self._embedding_scale = None if scale is None else float(torch.tensor(scale).to(self.dtype))
+
+    def _tables(self, num_positions: int) -> dict[RopeSpec, Tensor]:
+        if not self.has_kernels:
+            return {}
+        ropes = {layer.spec.rope for layer in self.layers} - {None}
+        return {r: cos_sin_table(r, num_positions, self.device) for r in ropes if r is not None}
+
+    @property
+    def has_kernels(self) -> bool:
+        """Kernels of our own serve this device and compute type: steps can be captured."""
+        return uses_triton(self.device) and self.dtype != torch.float32
 
     @property
     def lm_head_scheme(self) -> str:
@@ -93,35 +126,51 @@ class Decoder:
         plan = self._plan(step, kv)
         residual_TE = self._embed(step.token_ids_T)
         eps = self.spec.norm_eps
-        x_TE = rms_norm(residual_TE, self.layers[0].norms.attention, eps)
+        first = self.layers[0]
+        normed = rms_norm(residual_TE, first.norms.attention, eps, first.qkv.activations)
         for i, layer in enumerate(self.layers):
-            x_TE = self._attend(layer, x_TE, plan, kv.pools[i], kv.scales[i])
-            residual_TE, x_TE = add_rms_norm(x_TE, residual_TE, layer.norms.mlp, eps)
-            x_TE = self._mlp(layer, x_TE)
+            x_TE = self._attend(i, normed, step, plan, kv)
+            up = layer.gate_up.activations
+            residual_TE, normed = add_rms_norm(x_TE, residual_TE, layer.norms.mlp, eps, up)
+            x_TE = self._mlp(layer, normed)
             if i + 1 < len(self.layers):
-                norm = self.layers[i + 1].norms.attention
-                residual_TE, x_TE = add_rms_norm(x_TE, residual_TE, norm, eps)
+                after = self.layers[i + 1]
+                norm, qkv = after.norms.attention, after.qkv.activations
+                residual_TE, normed = add_rms_norm(x_TE, residual_TE, norm, eps, qkv)
         rows = step.logit_rows_R
-        return add_rms_norm(x_TE[rows], residual_TE[rows], self.final_norm, eps)[1]
+        if rows is not None:
+            x_TE, residual_TE = x_TE[rows], residual_TE[rows]
+        return add_rms_norm(x_TE, residual_TE, self.final_norm, eps)[1]
 
     @torch.inference_mode()
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, E] hidden states -> [R, V] float32 logits, soft-capped where the family does so."""
-        if self.head is not None:
-            logits_RV = self.head(hidden_RE).float()
-        else:
-            logits_RV = functional.linear(hidden_RE, self.embedding_VE).float()
+        logits_RV = self._head.in_float32(hidden_RE)
         cap = self.spec.logit_softcap
         return logits_RV if cap is None else (logits_RV / cap).tanh_().mul_(cap)
 
     def _embed(self, token_ids_T: Tensor) -> Tensor:
         x_TE = self.embedding_VE[token_ids_T]
-        scale = self.spec.embedding_scale
-        # The factor itself is rounded to the compute type first: trained that way (Gemma).
-        return x_TE if scale is None else x_TE * torch.tensor(scale, dtype=self.dtype)
+        return x_TE if self._embedding_scale is None else x_TE * self._embedding_scale
 
     def _plan(self, step: StepInputs, kv: KVCache) -> StepPlan:
-        batch = PagedBatch(
+        windows = {layer.spec.window for layer in self.layers}
+        batch = self._batch(step, kv)
+        attend = {window: plan_attention(batch, window) for window in windows}
+        if self._is_on_kernels(step):
+            return StepPlan(attention=attend, rotations={}, kv_rows=None)
+        ropes = {layer.spec.rope for layer in self.layers} - {None}
+        return StepPlan(
+            attention=attend,
+            rotations={r: cos_sin(r, step.positions_T, self.dtype) for r in ropes if r is not None},
+            kv_rows=slot_rows(step.slots_T, self.spec.kv_heads, kv.block_size),
+        )
+
+    def _is_on_kernels(self, step: StepInputs) -> bool:
+        return self.has_kernels and step.query_starts_S1 is not None
+
+    def _batch(self, step: StepInputs, kv: KVCache) -> PagedBatch:
+        return PagedBatch(
             block_tables_SB=step.block_tables_SB,
             query_lens=step.query_lens,
             seq_lens=step.seq_lens,
@@ -130,44 +179,82 @@ class Decoder:
             block_size=kv.block_size,
             blank_block=kv.blank_block,
             dtype=self.dtype,
-        )
-        ropes = {layer.spec.rope for layer in self.layers} - {None}
-        windows = {layer.spec.window for layer in self.layers}
-        return StepPlan(
-            rotations={r: cos_sin(r, step.positions_T, self.dtype) for r in ropes if r is not None},
-            attention={window: plan_attention(batch, window) for window in windows},
-            kv_rows=slot_rows(step.slots_T, self.spec.kv_heads, kv.block_size),
+            query_starts_S1=step.query_starts_S1 if self.has_kernels else None,
+            seq_lens_S=step.seq_lens_S if self.has_kernels else None,
+            num_decodes=step.num_decodes,
+            pool_dtype=kv.pools[0].dtype,
+            deterministic=self.options.deterministic,
+            workspace=self.options.workspace,
         )
 
     def _attend(
         self,
-        layer: DecoderLayer,
-        x_TE: Tensor,
+        i: int,
+        normed: Tensor | QuantizedActivations,
+        step: StepInputs,
         plan: StepPlan,
-        pool: Tensor,
-        kv_scales: tuple[float, float],
+        kv: KVCache,
     ) -> Tensor:
-        spec, norms = self.spec, layer.norms
-        heads_THD = layer.qkv(x_TE).view(len(x_TE), -1, spec.head_dim)
+        spec, layer = self.spec, self.layers[i]
+        qkv = layer.qkv(normed)
+        heads_THD = qkv.view(len(qkv), -1, spec.head_dim)
+        if plan.kv_rows is None:
+            self._rotate_and_store(i, heads_THD, step, kv)
+        else:
+            self._rotate_and_store_by_ops(i, heads_THD, plan, kv)
+        attended_TE = attention(
+            heads_THD[:, : spec.heads],
+            kv.pools[i],
+            plan.attention[layer.spec.window],
+            scale=spec.attention_scale,
+            kv_scales=kv.scales[i],
+            head_scales_2K=kv.head_scales[i],
+            token_scales=None if kv.token_scales is None else kv.token_scales[i],
+        )
+        out_TE = layer.o(attended_TE)
+        after = layer.norms.after_attention
+        return out_TE if after is None else rms_norm(out_TE, after, spec.norm_eps)
+
+    def _rotate_and_store(self, i: int, heads_THD: Tensor, step: StepInputs, kv: KVCache) -> None:
+        layer = self.layers[i]
+        rope = layer.spec.rope
+        rope_kv(
+            heads_THD,
+            kv.pools[i],
+            step.slots_T,
+            num_heads=self.spec.heads,
+            eps=self.spec.norm_eps,
+            table=None if rope is None else self._rope_tables[rope],
+            positions_T=step.positions_T,
+            q_norm=layer.norms.q,
+            k_norm=layer.norms.k,
+            head_scales_2K=kv.head_scales[i],
+            token_scales=None if kv.token_scales is None else kv.token_scales[i],
+        )
+
+    def _rotate_and_store_by_ops(
+        self, i: int, heads_THD: Tensor, plan: StepPlan, kv: KVCache
+    ) -> None:
+        spec, layer = self.spec, self.layers[i]
+        norms = layer.norms
         qk_THD = heads_THD[:, : spec.heads + spec.kv_heads]
         if norms.q is not None and norms.k is not None:
             _normalize_heads_(qk_THD, spec, norms.q, norms.k)
         if layer.spec.rope is not None:
             rotate_(qk_THD, *plan.rotations[layer.spec.rope])
-        store_kv(pool, plan.kv_rows, heads_THD[:, spec.heads :], kv_scales)
-        attended_TE = attention(
-            heads_THD[:, : spec.heads],
-            pool,
-            plan.attention[layer.spec.window],
-            scale=spec.attention_scale,
-            kv_scales=kv_scales,
+        assert plan.kv_rows is not None
+        store_kv(
+            kv.pools[i],
+            plan.kv_rows,
+            heads_THD[:, spec.heads :],
+            kv.scales[i],
+            kv.head_scales[i],
+            None if kv.token_scales is None else kv.token_scales[i],
         )
-        out_TE = layer.o(attended_TE)
-        after = norms.after_attention
-        return out_TE if after is None else rms_norm(out_TE, after, spec.norm_eps)
 
-    def _mlp(self, layer: DecoderLayer, x_TE: Tensor) -> Tensor:
-        out_TE = layer.down(gate(layer.gate_up(x_TE), self.spec.act))
+    def _mlp(self, layer: DecoderLayer, normed: Tensor | QuantizedActivations) -> Tensor:
+        gated = gate(layer.gate_up(normed), self.spec.act, layer.down.activations)
+        out_TE = layer.down(gated)
         after = layer.norms.after_mlp
         return out_TE if after is None else rms_norm(out_TE, after, self.spec.norm_eps)
 

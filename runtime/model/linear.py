@@ -14,7 +14,19 @@ from torch import Tensor
 
 from quant.artifact.errors import SchemeError
 from quant.artifact.layout import QuantizedWeight
-from runtime.kernels.linear import PackedWeight, linear, pack_dense, pack_quantized, reconstruct
+from quant.artifact.scheme import ActivationScheme
+from runtime.kernels.linear import (
+    PackedWeight,
+    expected_activations,
+    linear,
+    linear_in_float32,
+    pack_dense,
+    pack_quantized,
+    reconstruct,
+    share_dense,
+)
+from runtime.kernels.quantize import QuantizedActivations
+from runtime.kernels.workspace import KernelOptions
 
 Shard = QuantizedWeight | Tensor
 
@@ -37,21 +49,39 @@ class Linear:
         biases: Sequence[Tensor | None],
         dtype: torch.dtype,
         device: torch.device,
+        options: KernelOptions | None = None,
     ) -> Linear:
         """Fuse weights [out_i, in] (and biases [out_i]) into one linear of sum(out_i) rows.
 
+        `options` are what our own kernels need on a device that Triton serves.
         Raises SchemeError when the shards do not share one scheme.
         """
         given = [bias for bias in biases if bias is not None]
         assert len(given) in (0, len(shards)), "all shards have a bias or none has"
-        weight, label = _pack(shards, dtype, device)
+        weight, label = _pack(shards, dtype, device, options)
         bias = torch.cat(given).to(device=device, dtype=dtype) if given else None
         rows = tuple(shard.shape[0] for shard in shards)
         return Linear(weight=weight, bias=bias, label=label, rows=rows)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` [T, in] -> [T, sum of rows]."""
+    @staticmethod
+    def shared(matrix: Tensor, options: KernelOptions) -> Linear:
+        """A linear over a matrix [out, in] that something else holds too: a tied embedding."""
+        weight = share_dense(matrix, options)
+        return Linear(weight=weight, bias=None, label="dense", rows=(matrix.shape[0],))
+
+    @property
+    def activations(self) -> ActivationScheme | None:
+        """How the op before should quantize this linear's input; None: not at all."""
+        return expected_activations(self.weight)
+
+    def __call__(self, x: Tensor | QuantizedActivations) -> Tensor:
+        """`x` [T, in], or its codes where `activations` asks for them -> [T, sum of rows]."""
         return linear(x, self.weight, self.bias)
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """`x` [T, in] -> [T, sum of rows] float32, without a bias."""
+        assert self.bias is None
+        return linear_in_float32(x, self.weight)
 
     def reconstruct(self) -> Tensor:
         """The matrix [sum of rows, in] float32 that the kernel really multiplies with."""
@@ -59,7 +89,10 @@ class Linear:
 
 
 def _pack(
-    shards: Sequence[Shard], dtype: torch.dtype, device: torch.device
+    shards: Sequence[Shard],
+    dtype: torch.dtype,
+    device: torch.device,
+    options: KernelOptions | None,
 ) -> tuple[PackedWeight, str]:
     dense = [shard for shard in shards if isinstance(shard, Tensor)]
     quantized = [shard for shard in shards if isinstance(shard, QuantizedWeight)]
@@ -71,8 +104,8 @@ def _pack(
         )
     if dense:
         matrix = dense[0] if len(dense) == 1 else torch.cat([shard.to(dtype) for shard in dense])
-        return pack_dense(matrix, dtype, device), labels[0]
-    return pack_quantized(_stack(quantized), dtype, device), labels[0]
+        return pack_dense(matrix, dtype, device, options), labels[0]
+    return pack_quantized(_stack(quantized), dtype, device, options), labels[0]
 
 
 def _stack(shards: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -23,7 +23,7 @@ class StepInputs:
     block_tables_SB: physical block ids of each span's sequence, padded with 0.
     query_lens, seq_lens: per span, plain ints (host side): new tokens; KV length including them.
     logit_rows_R: indices into T whose logits are wanted (the last row of a span that samples;
-        every row where prompt log-probs are asked for).
+        every row where prompt log-probs are asked for); None: all of T.
 
     On a device with kernels of our own the same facts lie on the device too, int32:
     query_starts_S1: first row in T of each span, then T; seq_lens_S: `seq_lens`; block_tables_SB is
@@ -39,7 +39,7 @@ class StepInputs:
     block_tables_SB: torch.Tensor
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
-    logit_rows_R: torch.Tensor
+    logit_rows_R: torch.Tensor | None
     query_starts_S1: torch.Tensor | None = None
     seq_lens_S: torch.Tensor | None = None
     num_decodes: int = 0

@@ -16,6 +16,9 @@ float32 means float32: torch's int4 kernel rounds inputs and outputs to bfloat16
 for small batches would make a row's result depend on the rows beside it. With compute type
 bfloat16 every way rounds to bfloat16, and which one is taken changes no more than that.
 
+Where Triton serves the device (see `backend`), every scheme has kernels of its own: codes stay
+codes (w4a16, w8a16, w8a8), and what none of them can hold is dequantized once.
+
 A packed weight owns its memory: nothing refers to the (mapped) tensors it was made from.
 """
 
@@ -25,6 +28,9 @@ import torch
 from torch import Tensor
 
 from quant.artifact.layout import QuantizedWeight, dequantize, quantize_activations
+from quant.artifact.scheme import ActivationScheme
+from runtime.kernels.backend import target_of, uses_triton
+from runtime.kernels.dense import dense_linear
 from runtime.kernels.linear.cpu import (
     can_pack_int4,
     has_exact_int8,
@@ -38,20 +44,51 @@ from runtime.kernels.linear.weights import (
     PackedInt4Weight,
     PackedWeight,
 )
+from runtime.kernels.quantize import QuantizedActivations, quantize
+from runtime.kernels.w4a16 import (
+    W4A16Weight,
+    can_pack_w4a16,
+    pack_w4a16,
+    unpack_w4a16,
+    w4a16_linear,
+)
+from runtime.kernels.w8a8 import (
+    W8A8Weight,
+    can_pack_w8a8,
+    pack_w8a8,
+    unpack_w8a8,
+    w8a8_linear,
+)
+from runtime.kernels.w8a16 import (
+    W8A16Weight,
+    can_pack_w8a16,
+    pack_w8a16,
+    unpack_w8a16,
+    w8a16_linear,
+)
+from runtime.kernels.workspace import KernelOptions
 
 __all__ = [
     "DenseWeight",
     "DynamicWeight",
     "PackedInt4Weight",
     "PackedWeight",
+    "expected_activations",
     "linear",
+    "linear_in_float32",
     "pack_dense",
     "pack_quantized",
     "reconstruct",
+    "share_dense",
 ]
 
 
-def pack_dense(weight: Tensor, dtype: torch.dtype, device: torch.device) -> DenseWeight:
+def pack_dense(
+    weight: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: KernelOptions | None = None,
+) -> DenseWeight:
     """A dense weight [out, in] in the compute type.
 
     On the CPU float32 products of a few rows are up to twice as fast with [in, out] in memory;
@@ -61,18 +98,53 @@ def pack_dense(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Dens
         matrix = weight.to(dtype).T.clone(memory_format=torch.contiguous_format)
         return DenseWeight(matrix=matrix, is_transposed=True)
     matrix = weight.to(device=device, dtype=dtype, copy=True).contiguous()
-    return DenseWeight(matrix=matrix, is_transposed=False)
+    own = options if uses_triton(device) else None
+    return DenseWeight(matrix=matrix, is_transposed=False, options=own)
+
+
+def share_dense(matrix: Tensor, options: KernelOptions) -> DenseWeight:
+    """A dense weight over a matrix [out, in] that is in place already; nothing is copied."""
+    own = options if uses_triton(matrix.device) else None
+    return DenseWeight(matrix=matrix, is_transposed=False, options=own)
 
 
 def pack_quantized(
-    weight: QuantizedWeight, dtype: torch.dtype, device: torch.device
+    weight: QuantizedWeight,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: KernelOptions | None = None,
 ) -> PackedWeight:
-    """A quantized weight in the form that serves this compute type on this device."""
+    """A quantized weight in the form that serves this compute type on this device.
+
+    `options` are needed where Triton serves the device.
+    """
+    if options is not None and uses_triton(device) and dtype != torch.float32:
+        packed = _pack_for_triton(weight, dtype, device, options)
+        if packed is not None:
+            return packed
     if weight.scheme.activations is not None:
         return _pack_dynamic(weight, dtype, device)
     if device.type == "cpu" and can_pack_int4(weight, dtype):
         return pack_int4(weight)
-    return pack_dense(dequantize(weight), dtype, device)
+    return pack_dense(dequantize(weight), dtype, device, options)
+
+
+def _pack_for_triton(
+    weight: QuantizedWeight, dtype: torch.dtype, device: torch.device, options: KernelOptions
+) -> PackedWeight | None:
+    """None where no kernel of ours holds this weight."""
+    if can_pack_w8a8(weight, target_of(device)):
+        return pack_w8a8(weight, dtype, device, options)
+    if can_pack_w4a16(weight):
+        return pack_w4a16(weight, dtype, device, options)
+    if can_pack_w8a16(weight, dtype):
+        return pack_w8a16(weight, dtype, device, options)
+    return None
+
+
+def expected_activations(weight: PackedWeight) -> ActivationScheme | None:
+    """How the op before this linear should quantize its output; None: leave it as it is."""
+    return weight.activations if isinstance(weight, W8A8Weight) else None
 
 
 def _pack_dynamic(
@@ -88,15 +160,44 @@ def _pack_dynamic(
     )
 
 
-def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """`x` [T, in] -> [T, out], both in the compute type; `bias` [out]."""
-    if isinstance(weight, DenseWeight):
-        return _dense_linear(x, weight, bias)
-    y = int4_linear(x, weight) if isinstance(weight, PackedInt4Weight) else _dynamic(x, weight)
+def linear(
+    x: Tensor | QuantizedActivations, weight: PackedWeight, bias: Tensor | None = None
+) -> Tensor:
+    """`x` [T, in] -> [T, out], both in the compute type; `bias` [out].
+
+    Codes instead of a tensor are taken where `expected_activations` names them.
+    """
+    if isinstance(weight, W8A8Weight):
+        codes = quantize(x, weight.activations) if isinstance(x, Tensor) else x
+        return w8a8_linear(codes, weight, bias)
+    assert isinstance(x, Tensor), "codes are for linears that expect them"
+    match weight:
+        case DenseWeight():
+            return _dense_linear(x, weight, bias)
+        case W4A16Weight():
+            return w4a16_linear(x, weight, bias)
+        case W8A16Weight():
+            return w8a16_linear(x, weight, bias)
+        case PackedInt4Weight():
+            y = int4_linear(x, weight)
+        case DynamicWeight():
+            y = _dynamic(x, weight)
     return y if bias is None else y + bias
 
 
+def linear_in_float32(x: Tensor, weight: PackedWeight) -> Tensor:
+    """`x` [T, in] in the compute type -> [T, out] float32: logits, whose ties decide tokens.
+
+    Where the kernel can hand out its float32 sums they are not rounded in between.
+    """
+    if isinstance(weight, DenseWeight) and weight.options is not None:
+        return dense_linear(x, weight.matrix, None, weight.options, torch.float32)
+    return linear(x, weight).float()
+
+
 def _dense_linear(x: Tensor, weight: DenseWeight, bias: Tensor | None) -> Tensor:
+    if weight.options is not None:
+        return dense_linear(x, weight.matrix, bias, weight.options)
     if not weight.is_transposed:
         return torch.nn.functional.linear(x, weight.matrix, bias)
     return x @ weight.matrix if bias is None else torch.addmm(bias, x, weight.matrix)
@@ -117,10 +218,17 @@ def _dynamic(x: Tensor, weight: DynamicWeight) -> Tensor:
 
 def reconstruct(weight: PackedWeight) -> Tensor:
     """The matrix [out, in] float32 that the kernel really multiplies with."""
-    if isinstance(weight, DenseWeight):
-        return (weight.matrix.T if weight.is_transposed else weight.matrix).float()
-    if isinstance(weight, PackedInt4Weight):
-        return unpack_int4(weight).float()
+    match weight:
+        case DenseWeight():
+            return (weight.matrix.T if weight.is_transposed else weight.matrix).float()
+        case PackedInt4Weight():
+            return unpack_int4(weight).float()
+        case W4A16Weight():
+            return unpack_w4a16(weight).float()
+        case W8A16Weight():
+            return unpack_w8a16(weight).float()
+        case W8A8Weight():
+            return unpack_w8a8(weight).float()
     codes = weight.codes
     values = codes.float() if isinstance(codes, Tensor) else reconstruct(codes)
     return values * weight.scale[:, None]

@@ -7,14 +7,22 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quant.artifact.scheme import ActivationScheme
+from runtime.kernels.w4a16 import W4A16Weight
+from runtime.kernels.w8a8 import W8A8Weight
+from runtime.kernels.w8a16 import W8A16Weight
+from runtime.kernels.workspace import KernelOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseWeight:
-    """A plain matrix in the compute type: [out, in], or [in, out] where `is_transposed`."""
+    """A plain matrix in the compute type: [out, in], or [in, out] where `is_transposed`.
+
+    options: what our own kernels need; None where torch's product serves every number of rows.
+    """
 
     matrix: Tensor
     is_transposed: bool
+    options: KernelOptions | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,4 +58,6 @@ class DynamicWeight:
         return isinstance(self.codes, Tensor)
 
 
-PackedWeight = DenseWeight | PackedInt4Weight | DynamicWeight
+PackedWeight = (
+    DenseWeight | PackedInt4Weight | DynamicWeight | W4A16Weight | W8A16Weight | W8A8Weight
+)
