@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.gpu_artifacts import RECIPES, Subject, artifact_of
 from benchmarks.gpu_bars import BARS, BEGIN, END, render
+from benchmarks.gpu_profile import describe as describe_profile
 from benchmarks.gpu_rows import REPO, SUITES, append, origin, problems, read
 from benchmarks.gpu_rows import Subject as RowSubject
 from benchmarks.gpu_worker import Spec
@@ -61,6 +62,9 @@ class Run:
                 append(self.args.out, [found])
                 self.rows.append(found)
                 say(line(found))
+                for part in (found["extra"], found["extra"].get("prompt", {})):
+                    if "kernels" in part:
+                        say(describe_profile(part))
         except (RuntimeError, ValueError, OSError, subprocess.SubprocessError) as error:
             self.fail(f"{what}: {type(error).__name__}: {error}")
         say(f"{what}: {time.perf_counter() - began:.1f} s")
@@ -96,7 +100,8 @@ def engine_spec(args: argparse.Namespace, scheme: str, kv: str, deadline: float 
         tokens=args.tokens,
         prefill=args.prefill if is_plain and "prefill" in args.parts else None,
         repeats=args.repeats,
-        profile_steps=args.profile_steps if has_profile else 0,
+        profile_batches=args.profile_batches if has_profile else (),
+        profile_steps=args.profile_steps,
         deadline=deadline,
         deterministic=args.deterministic,
     )
@@ -258,6 +263,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="prompts and their length (default: 16/2048)")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3, help="of decodes below 64, and prompts")
     parser.add_argument("--starts", type=int, default=1, help="cold and warm starts (default: 1)")
+    parser.add_argument("--profile-batches", type=_numbers, default=(1,),
+                        help="batches to look at with the profiler (default: 1)")  # fmt: skip
     parser.add_argument("--profile-steps", type=int, default=48)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--artifacts", type=Path, default=REPO / ".cache" / "synth")

@@ -16,7 +16,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu_profile import Account, account, read_trace
+import torch
+
+from benchmarks.gpu_profile import (
+    Account,
+    Work,
+    account,
+    as_json,
+    busy_pct,
+    kernel_times,
+    read_trace,
+)
 from benchmarks.gpu_rows import Origin, Subject, row
 from runtime.engine.engine import Engine
 from runtime.request import Request, SamplingParams
@@ -25,13 +35,14 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Plan:
     """What to measure. Sizes are the bars' own unless this is a dry run.
 
     prefill: (sequences, tokens each) or None. repeats: of prefill and first token; decodes of
     fewer than `repeat_below` sequences are measured that often too, larger ones once.
-    profile_steps: steps at batch 1 under the profiler; 0 leaves it out. deadline: `time.time()`
-    after which nothing more is begun.
+    profile_batches: batches to put under the profiler for `profile_steps` steps; the profiler
+    slows a process down, so they are runs of their own. deadline: `time.time()` after which
+    nothing more is begun.
     """
 
     batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
@@ -40,6 +51,7 @@ class Work:
     prefill: tuple[int, int] | None = (16, 2048)
     repeats: int = 3
     repeat_below: int = 64
+    profile_batches: tuple[int, ...] = (1,)
     profile_steps: int = 48
     deadline: float | None = None
 
@@ -135,22 +147,43 @@ class Driver:
         self.drain()
         return seconds
 
-    def profile(self, steps: int, input_len: int, output_len: int) -> Account | None:
-        """`steps` steps of one sequence under torch's profiler."""
-        from torch.profiler import ProfilerActivity, profile
-
-        names = self.add(1, input_len, output_len)
+    def profile_decode(
+        self, batch: int, steps: int, input_len: int, output_len: int
+    ) -> tuple[Account | None, float]:
+        """`steps` steady steps under torch's profiler, and milliseconds a step takes there."""
+        names = self.add(batch, input_len, output_len)
         self.until_started(names)
         for _ in range(WARM_UP_TOKENS):
             self.engine.step()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+
+        marks: list[float] = []
+
+        def run() -> None:
             for _ in range(steps):
+                marks.append(time.perf_counter())
                 self.engine.step()
+
+        work, graphs = profiled(run)
         self.drain(names)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            return account(*read_trace(path))
+        return account(work, graphs), 1000 * (marks[-1] - marks[0]) / (steps - 1)
+
+    def profile_prompts(self, count: int, input_len: int) -> dict[str, Any]:
+        """What the GPU does while prompts are computed, for a row's extra."""
+        work, _ = profiled(lambda: self.first_tokens(count, input_len))
+        return {"busy_pct": round(busy_pct(work), 2), "kernels": as_json(kernel_times(work, 1))}
+
+
+def profiled(run: Callable[[], object]) -> tuple[list[Work], set[int]]:
+    """The device's work while `run` runs, and its graph launches."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path)
 
 
 def check(output: Any) -> None:
@@ -160,7 +193,7 @@ def check(output: Any) -> None:
 
 
 def measure(
-    engine: Engine, subject: Subject, origin: Origin, work: Work, say: Callable[[str], None]
+    engine: Engine, subject: Subject, origin: Origin, plan: Plan, say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """All rows of one engine, each as soon as it is known."""
     driver = Driver(engine)
@@ -169,21 +202,36 @@ def measure(
         "max_num_seqs": engine.resolved.max_num_seqs,
         "block_size": engine.resolved.block_size,
     }
-    lengths = {"input": work.input_len, "output": work.output_len}
+    lengths = {"input": plan.input_len, "output": plan.output_len}
     base = _with(subject, 1, **limits)
     yield _kv_tokens(engine, base, origin, **lengths)
-    yield from _prompts(driver, base, origin, work)
-    for batch in work.batches:
-        if is_late(work):
+    yield from _prompts(driver, base, origin, plan)
+    for batch in plan.batches:
+        if is_late(plan):
             say(f"batch {batch}: left out, no time is left")
             continue
-        yield _decode(driver, _with(base, batch, **lengths), origin, work)
-    if work.profile_steps and not is_late(work):
-        found = driver.profile(work.profile_steps, work.input_len, work.output_len)
+        yield _decode(driver, _with(base, batch, **lengths), origin, plan)
+    yield from _profiles(driver, _with(base, 1, **lengths), origin, plan, say)
+
+
+def _profiles(
+    driver: Driver, base: Subject, origin: Origin, plan: Plan, say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """Last of all: once a profiler has run in a process, launches stay slower there."""
+    for batch in plan.profile_batches:
+        if is_late(plan):
+            say(f"profile at batch {batch}: left out, no time is left")
+            continue
+        found, ms = driver.profile_decode(
+            batch, plan.profile_steps, plan.input_len, plan.output_len
+        )
         if found is None:
-            say("profile: no graphs were launched")
-        else:
-            yield _idle(found, _with(base, 1, **lengths), origin)
+            say(f"profile at batch {batch}: no graphs were launched")
+            continue
+        extra: dict[str, Any] = {"profiled_step_ms": round(ms, 4)}
+        if batch == 1 and plan.prefill is not None:
+            extra["prompt"] = driver.profile_prompts(1, plan.prefill[1])
+        yield _idle(found, _with(base, batch), origin, **extra)
 
 
 def _kv_tokens(engine: Engine, base: Subject, origin: Origin, **extra: Any) -> dict[str, Any]:
@@ -193,8 +241,8 @@ def _kv_tokens(engine: Engine, base: Subject, origin: Origin, **extra: Any) -> d
     return row(base, "kv_tokens", [resolved.num_blocks * resolved.block_size], origin, **extra)
 
 
-def is_late(work: Work) -> bool:
-    return work.deadline is not None and time.time() > work.deadline
+def is_late(plan: Plan) -> bool:
+    return plan.deadline is not None and time.time() > plan.deadline
 
 
 def _with(subject: Subject, batch: int, **extra: Any) -> Subject:
@@ -208,23 +256,23 @@ def _with(subject: Subject, batch: int, **extra: Any) -> Subject:
     )
 
 
-def _prompts(driver: Driver, base: Subject, origin: Origin, work: Work) -> Iterator[dict[str, Any]]:
-    if work.prefill is None:
+def _prompts(driver: Driver, base: Subject, origin: Origin, plan: Plan) -> Iterator[dict[str, Any]]:
+    if plan.prefill is None:
         return
-    count, length = work.prefill
+    count, length = plan.prefill
     driver.first_tokens(count, length)
-    tok_s = [count * length / driver.first_tokens(count, length) for _ in range(work.repeats)]
+    tok_s = [count * length / driver.first_tokens(count, length) for _ in range(plan.repeats)]
     yield row(_with(base, count, input=length, output=1), "prefill_tok_s", tok_s, origin)
     driver.first_tokens(1, length)
-    ms = [1000 * driver.first_tokens(1, length) for _ in range(work.repeats + 2)]
+    ms = [1000 * driver.first_tokens(1, length) for _ in range(plan.repeats + 2)]
     yield row(_with(base, 1, input=length, output=1), "ttft_ms", ms, origin)
 
 
-def _decode(driver: Driver, subject: Subject, origin: Origin, work: Work) -> dict[str, Any]:
+def _decode(driver: Driver, subject: Subject, origin: Origin, plan: Plan) -> dict[str, Any]:
     batch = subject.batch
     driver.steady(batch, 16, WARM_UP_TOKENS)
-    repeats = work.repeats if batch < work.repeat_below else 1
-    runs = [driver.steady(batch, work.input_len, work.output_len) for _ in range(repeats)]
+    repeats = plan.repeats if batch < plan.repeat_below else 1
+    runs = [driver.steady(batch, plan.input_len, plan.output_len) for _ in range(repeats)]
     step_ms = [ms for run in runs for ms in run.step_ms]
     return row(
         subject,
@@ -234,11 +282,11 @@ def _decode(driver: Driver, subject: Subject, origin: Origin, work: Work) -> dic
         steps=len(runs[0].step_ms),
         step_ms=round(median(step_ms), 4),
         step_ms_max=round(max(step_ms), 3),
-        end_to_end_tok_s=round(median(batch * work.output_len / run.total_s for run in runs), 1),
+        end_to_end_tok_s=round(median(batch * plan.output_len / run.total_s for run in runs), 1),
     )
 
 
-def _idle(found: Account, subject: Subject, origin: Origin) -> dict[str, Any]:
+def _idle(found: Account, subject: Subject, origin: Origin, **extra: Any) -> dict[str, Any]:
     return row(
         subject,
         "gpu_idle_pct",
@@ -248,5 +296,6 @@ def _idle(found: Account, subject: Subject, origin: Origin) -> dict[str, Any]:
         outside_pct=round(found.outside_pct, 3),
         graph_us=round(found.graph_us, 2),
         graphs=found.steps,
-        kernels=[[k.name[:90], round(k.calls, 2), round(k.us, 2)] for k in found.kernels[:24]],
+        kernels=as_json(found.kernels),
+        **extra,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,19 @@ def account(work: Sequence[Work], graphs: set[int]) -> Account | None:
     )
 
 
+def busy_pct(work: Sequence[Work]) -> float:
+    """Share of the time from the first start to the last end in which something ran, in percent."""
+    if not work:
+        return 0.0
+    window = max(w.end for w in work) - min(w.start for w in work)
+    return 100 * covered((w.start, w.end) for w in work) / window
+
+
+def as_json(kernels: Sequence[KernelTime], limit: int = 24) -> list[list[Any]]:
+    """[name, calls, us] of the longest, for a result row."""
+    return [[k.name[:100], round(k.calls, 2), round(k.us, 2)] for k in kernels[:limit]]
+
+
 def kernel_times(work: Iterable[Work], num_launches: int) -> list[KernelTime]:
     """Kernels by the time charged to them, longest first."""
     calls: dict[str, int] = defaultdict(int)
@@ -137,14 +150,10 @@ def _clip(interval: Interval, first: float, last: float) -> Interval:
     return max(interval[0], first), min(interval[1], last)
 
 
-def describe(found: Account, num_kernels: int = 30) -> str:
-    """A table of what the GPU waits for, a line per kernel."""
-    lines = [
-        f"{found.steps} graphs of {found.graph_us:.1f} us; no graph in flight "
-        f"{found.idle_pct:.2f} % (of it other work {found.outside_pct:.2f} %), gaps between "
-        f"kernels inside graphs {found.gap_pct:.2f} %",
-    ]
-    for kernel in found.kernels[:num_kernels]:
-        each = kernel.us / kernel.calls if kernel.calls else 0.0
-        lines.append(f"{kernel.us:9.1f} us {kernel.calls:6.1f} x {each:7.2f}  {kernel.name[:90]}")
+def describe(extra: Mapping[str, Any]) -> str:
+    """What a result row with `kernels` says the GPU waits for, a line per kernel."""
+    figures = ("graphs", "graph_us", "gap_pct", "outside_pct", "busy_pct", "profiled_step_ms")
+    lines = ["  ".join(f"{name} {extra[name]}" for name in figures if name in extra)]
+    for name, calls, us in extra["kernels"]:
+        lines.append(f"{us:10.1f} us {calls:7.1f} x {us / calls:8.2f}  {name}")
     return "\n".join(lines)

@@ -33,6 +33,7 @@ class Spec:
     tokens: tuple[int, int] = (1024, 256)
     prefill: tuple[int, int] | None = (16, 2048)
     repeats: int = 3
+    profile_batches: tuple[int, ...] = (1,)
     profile_steps: int = 48
     deadline: float | None = None
     deterministic: bool = False
@@ -43,13 +44,13 @@ class Spec:
     @classmethod
     def from_json(cls, text: str) -> Spec:
         found = json.loads(text)
-        pairs = {name: tuple(found[name]) for name in ("batches", "tokens")}
+        pairs = {name: tuple(found[name]) for name in ("batches", "tokens", "profile_batches")}
         prefill = None if found["prefill"] is None else tuple(found["prefill"])
         return cls(**{**found, **pairs, "prefill": prefill, "model": Model(**found["model"])})
 
 
 def main() -> None:
-    from benchmarks.gpu_engine import Work, measure
+    from benchmarks.gpu_engine import Plan, measure
     from runtime.config import EngineConfig
     from runtime.engine.engine import Engine
 
@@ -78,16 +79,17 @@ def main() -> None:
         batch=1,
         extra={**spec.model.extra(), **({"deterministic": True} if spec.deterministic else {})},
     )
-    work = Work(
+    plan = Plan(
         batches=spec.batches,
         input_len=spec.tokens[0],
         output_len=spec.tokens[1],
         prefill=spec.prefill,
         repeats=spec.repeats,
+        profile_batches=spec.profile_batches,
         profile_steps=spec.profile_steps,
         deadline=spec.deadline,
     )
-    for row in measure(engine, subject, origin(spec.device, spec.commit), work, say):
+    for row in measure(engine, subject, origin(spec.device, spec.commit), plan, say):
         print(json.dumps(row), flush=True)
 
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_profile import Work, account, describe, kernel_times, read_trace, union
+from benchmarks.gpu_profile import (
+    Work,
+    account,
+    as_json,
+    busy_pct,
+    describe,
+    kernel_times,
+    read_trace,
+    union,
+)
 
 
 def work(name: str, start: float, end: float, launch: int) -> Work:
@@ -67,4 +76,12 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     found = account(*read_trace(path))
     assert found is not None
     assert found.idle_pct == pytest.approx(100 * 2 / 6)
-    assert "2 graphs of 2.0 us" in describe(found)
+
+
+def test_a_profile_is_told_by_kernel() -> None:
+    kernels = as_json(kernel_times([w for w in WORK if w.launch in (1, 3)], 2))
+    text = describe({"kernels": kernels, "graph_us": 40.0})
+    assert text.splitlines()[0] == "graph_us 40.0"
+    assert text.splitlines()[1].split() == ["20.0", "us", "1.0", "x", "20.00", "b"]
+    assert busy_pct(WORK[:3]) == pytest.approx(100 * 35 / 40)
+    assert busy_pct([]) == 0
