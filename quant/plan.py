@@ -16,7 +16,15 @@ from typing import Any
 from quant.artifact.dialect import FUSED_SHARDS
 from quant.artifact.scheme import DENSE, GROUP_SIZES, Scheme, with_group_size
 from quant.errors import AlreadyQuantizedError, PlanError, UnsupportedModelError
-from quant.recipe import MethodName, ModuleRule, Recipe, layer_index, matches, override_applies
+from quant.recipe import (
+    HEAD,
+    MethodName,
+    ModuleRule,
+    Recipe,
+    layer_index,
+    matches,
+    override_applies,
+)
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SHOWN = 8
@@ -88,6 +96,7 @@ def make_plan(
     text = _text_config(config)
     if is_tied is None:
         is_tied = bool(config.get("tie_word_embeddings", _ties_by_default(text)))
+    _check_head(recipe, module_shapes, is_tied)
     rows = tuple(
         _row(name, module_shapes[name], recipe.module_rule(name, num_layers), is_tied)
         for name in sorted(module_shapes, key=_layer_order)
@@ -109,6 +118,16 @@ def make_plan(
         kv_cache=recipe.kv_cache,
         overrides=tuple(rule.match for rule in recipe.overrides),
         warnings=tuple(_warnings(rows, recipe)),
+    )
+
+
+def _check_head(recipe: Recipe, modules: Mapping[str, Any], is_tied: bool) -> None:
+    """PlanError where `lm_head:` asks for what this model's head cannot be."""
+    if recipe.lm_head in (None, "dense") or (HEAD in modules and not is_tied):
+        return
+    raise PlanError(
+        f"{recipe.where('lm_head')}: lm_head: found {recipe.lm_head}, but this model's head shares "
+        "its weight with the embedding, which stays dense; write `lm_head: dense`"
     )
 
 
@@ -149,7 +168,7 @@ def _group_text(group: Sequence[PlanRow]) -> str:
 
 
 def _row(name: str, shape: tuple[int, int], rule: ModuleRule, is_tied: bool) -> PlanRow:
-    if name == "lm_head" and is_tied:
+    if name == HEAD and is_tied:
         if rule.scheme is not None:
             raise PlanError(
                 "lm_head shares its weight with the embedding, which stays dense; put lm_head "
@@ -161,7 +180,7 @@ def _row(name: str, shape: tuple[int, int], rule: ModuleRule, is_tied: bool) -> 
         note = "" if rule.reason == "recipe" else rule.reason
         return PlanRow(module=name, shape=shape, scheme=DENSE, method="none", note=note)
     scheme, note = fit_group_size(rule.scheme, shape[1])
-    reasons = [rule.reason] if rule.override is not None else []
+    reasons = [] if rule.reason == "recipe" else [rule.reason]
     note = "; ".join([*reasons, note] if note else reasons)
     return PlanRow(module=name, shape=shape, scheme=scheme, method=rule.method, note=note)
 
@@ -227,7 +246,7 @@ def _fused_groups(by_name: Mapping[str, PlanRow]) -> Iterator[list[PlanRow]]:
 
 def _skip_faults(recipe: Recipe, modules: Mapping[str, Any]) -> Iterator[str]:
     # A tied model may list no lm_head; leaving it alone is then already the case.
-    known = {*modules, "lm_head"}
+    known = {*modules, HEAD}
     for i, pattern in enumerate(recipe.skip):
         if not any(matches(pattern, name) for name in known):
             where = recipe.where("skip", i)
@@ -247,8 +266,8 @@ def _override_faults(recipe: Recipe, modules: Mapping[str, Any], num_layers: int
             )
         elif i not in decided:
             yield (
-                f"{where}: {rule.match!r} decides nothing: what it matches is taken by `skip:` or "
-                "by a later override (the last match wins); reorder or remove it"
+                f"{where}: {rule.match!r} decides nothing: what it matches is taken by `skip:`, "
+                "by `lm_head:` or by a later override (the last match wins); reorder or remove it"
             )
 
 

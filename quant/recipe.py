@@ -6,7 +6,8 @@ to one. Patterns match the *whole* module name: a glob (`*` matches any characte
 counts) or, after `re:`, a regular expression. So `model.layers.1.*` is layer 1 and never 10 to 19,
 and `down_proj` alone matches nothing: write `*.down_proj`.
 
-The last override that matches a module wins, and `skip` wins over all of them.
+The last override that matches a module wins, and `skip` wins over all of them. `lm_head:` alone
+speaks for the output head: where it is given, overrides and the default `skip` do not.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ from quant.recipe_errors import Finding, explain_validation, render_findings
 
 MethodName = Literal["none", "rtn", "gptq"]
 SchemeName = Literal["dense", "w4a16", "w8a16", "w8a8", "fp8"]
+HeadSchemeName = Literal["dense", "w8a16"]
 GroupSize = Literal[32, 64, 128, "channel"]
 DTypeName = Literal["auto", "float32", "float16", "bfloat16"]
 DEFAULT_GROUP_SIZE = 128
+HEAD = "lm_head"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -125,7 +128,8 @@ class Recipe(_Section):
     group_size: GroupSize | None = None
     symmetric: StrictBool | None = None
     dtype: DTypeName = "auto"
-    skip: tuple[StrictStr, ...] = ("lm_head",)
+    lm_head: HeadSchemeName | None = None
+    skip: tuple[StrictStr, ...] = (HEAD,)
     overrides: tuple[OverrideRule, ...] = ()
     kv_cache: Literal["none", "fp8"] = "none"
     gptq: GPTQSettings = GPTQSettings()
@@ -214,6 +218,8 @@ class Recipe(_Section):
 
     def module_rule(self, module: str, num_layers: int | None = None) -> ModuleRule:
         """The rule for `module`. `num_layers` resolves negative `layers:` (-1 = the last)."""
+        if module == HEAD and self.lm_head is not None:
+            return _head_rule(self.lm_head)
         for pattern in self.skip:
             if matches(pattern, module):
                 return ModuleRule(scheme=None, method="none", reason=f"skip: {pattern}")
@@ -248,6 +254,13 @@ def override_applies(rule: OverrideRule, module: str, num_layers: int | None) ->
         return True
     wanted = {i + num_layers if i < 0 and num_layers else i for i in rule.layers}
     return layer_index(module) in wanted
+
+
+def _head_rule(name: HeadSchemeName) -> ModuleRule:
+    """One scale per channel and plain rounding: at 8 bits nothing better pays for the head."""
+    scheme = None if name == "dense" else with_group_size(preset(name), None)
+    method: MethodName = "none" if scheme is None else "rtn"
+    return ModuleRule(scheme=scheme, method=method, reason=f"lm_head: {name}")
 
 
 def _resolve(recipe: Recipe, index: int | None) -> ModuleRule:
@@ -318,6 +331,7 @@ def _contradictions(recipe: Recipe) -> Iterator[Finding]:
     yield from _section_faults(recipe, recipe, ())
     for i, pattern in enumerate(recipe.skip):
         yield from _pattern_faults(pattern, ("skip", i))
+    yield from _head_faults(recipe)
     for i, rule in enumerate(recipe.overrides):
         yield from _pattern_faults(rule.match, ("overrides", i, "match"))
         if not rule.model_fields_set - {"match", "layers"}:
@@ -326,6 +340,22 @@ def _contradictions(recipe: Recipe) -> Iterator[Finding]:
                 "changes nothing; give a scheme, method, group_size or symmetric",
             )
         yield from _section_faults(recipe, rule, ("overrides", i))
+
+
+def _head_faults(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.lm_head in (None, "dense") or "skip" not in recipe.model_fields_set:
+        return
+    pattern = next((p for p in recipe.skip if _is_valid(p) and matches(p, HEAD)), None)
+    if pattern is not None:
+        yield (
+            ("lm_head",),
+            f"found {recipe.lm_head}, but `skip:` leaves the head alone ({pattern!r}); "
+            "take the pattern out of `skip:`, or write `lm_head: dense`",
+        )
+
+
+def _is_valid(pattern: str) -> bool:
+    return not any(True for _ in _pattern_faults(pattern, ()))
 
 
 def _pattern_faults(pattern: str, path: KeyPath) -> Iterator[Finding]:

@@ -179,10 +179,15 @@ def test_mixed_precision_is_what_was_asked_for(
         assert torch.equal(stored, source.tensor(f"{name}self_attn.q_proj.weight"))
 
 
-def test_lm_head_can_be_quantized(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    make(tiny_model(), tmp_path / "art", GPTQ4 + "skip: []\n", calibration())
+@pytest.mark.parametrize(
+    ("key", "label"), [("skip: []", "w4a16-g32"), ("lm_head: w8a16", "w8a16-channel")]
+)
+def test_lm_head_can_be_quantized(
+    key: str, label: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    make(tiny_model(), tmp_path / "art", f"{GPTQ4}{key}\n", calibration())
     artifact = open_artifact(tmp_path / "art")
-    assert artifact.scheme("lm_head").label == "w4a16-g32"
+    assert artifact.scheme("lm_head").label == label
     assert probe_difference(tiny_model(), artifact) < 1e-4
 
 

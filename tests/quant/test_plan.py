@@ -141,6 +141,21 @@ def test_a_tied_head_stays_dense() -> None:
     assert plan(GOOD + "skip: []\n").rows[-1].scheme.label == "w4a16-g32"
 
 
+def test_a_head_of_eight_bits() -> None:
+    made = plan(GOOD + "lm_head: w8a16\n")
+    row = made.rows[-1]
+    assert (row.module, row.scheme.label, row.method) == ("lm_head", "w8a16-channel", "rtn")
+    assert row.note == "lm_head: w8a16"
+    assert plan(GOOD + "lm_head: dense\nskip: []\n").rows[-1].note == "lm_head: dense"
+    assert plan(GOOD + "lm_head: dense\n", tie_word_embeddings=True).rows[-1].scheme.is_dense
+
+
+def test_a_tied_head_has_no_scheme_of_its_own() -> None:
+    message = fault(GOOD + "lm_head: w8a16\n", tie_word_embeddings=True)
+    assert "r.yaml:3: lm_head: found w8a16" in message
+    assert "write `lm_head: dense`" in message
+
+
 def test_quantized_sources_and_experts_are_refused() -> None:
     """cases.md A31 and A19."""
     with pytest.raises(AlreadyQuantizedError, match="quant_method gptq, bits 4"):

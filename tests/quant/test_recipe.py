@@ -121,6 +121,28 @@ def test_the_last_match_wins_and_skip_wins_over_all() -> None:
     assert (up.scheme, up.method) == (None, "none")
 
 
+def test_lm_head_speaks_for_the_head_alone() -> None:
+    recipe = Recipe.parse(GOOD + "lm_head: w8a16\noverrides: [{match: '*', scheme: w8a8}]\n")
+    rule = recipe.module_rule("lm_head")
+    assert (rule.scheme, rule.method) == (with_group_size(PRESETS["w8a16"], None), "rtn")
+    assert rule.reason == "lm_head: w8a16"
+    assert recipe.module_rule("model.layers.0.mlp.up_proj").scheme == PRESETS["w8a8"]
+    kept = Recipe.parse(GOOD + "lm_head: dense\nskip: []\n").module_rule("lm_head")
+    assert (kept.scheme, kept.method) == (None, "none")
+
+
+@pytest.mark.parametrize("skip", ["lm_head", "'*'", "'re:lm_.*'"])
+def test_a_head_both_skipped_and_given_a_scheme_is_refused(skip: str) -> None:
+    message = fault(GOOD + f"lm_head: w8a16\nskip: [{skip}]\n")
+    assert "r.yaml:3: lm_head: found w8a16" in message
+    assert "take the pattern out" in message
+    assert Recipe.parse(GOOD + f"lm_head: dense\nskip: [{skip}]\n").lm_head == "dense"
+
+
+def test_other_schemes_of_the_head_are_refused() -> None:
+    assert "w8a16" in fault(GOOD + "lm_head: w4a16\n")
+
+
 def test_patterns_match_the_whole_name() -> None:
     """cases.md A07: layer 1 is not layers 10 to 19."""
     assert matches("model.layers.1.*", "model.layers.1.mlp.up_proj")
