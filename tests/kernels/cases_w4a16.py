@@ -24,6 +24,7 @@ def linear(
         "EVEN_N": True,
         "STAGES": 4,
         "PREFETCH_KB": 32,
+        "ACT": None,
         "USE_PTX": True,
         "PDL": True,
         "bias_ptr": None,
@@ -50,6 +51,7 @@ def linear(
 WGMMA = {"sm90": ("wgmma.mma_async",)}
 COMPILE_CASES = [
     linear("warp-m1", "warp_kernel", BLOCK_M=8, BLOCK_N=16, WARPS=4),
+    linear("warp-gate-up", "warp_kernel", BLOCK_M=8, BLOCK_N=32, WARPS=4, ACT="silu"),
     linear(
         "warp-g32-asym-ragged",
         "warp_kernel",

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from quant.artifact.layout import QuantizedWeight, dequantize
 from quant.artifact.scheme import preset, with_group_size
 from runtime.kernels.backend import INTERPRETER, KernelTarget
+from runtime.kernels.gate import gate
 from runtime.kernels.tiles import card_key, lookup
-from runtime.kernels.w4a16 import can_pack_w4a16, pack_w4a16, unpack_w4a16, w4a16_linear
+from runtime.kernels.w4a16 import (
+    can_pack_w4a16,
+    pack_w4a16,
+    unpack_w4a16,
+    w4a16_gate_up,
+    w4a16_linear,
+)
 from runtime.kernels.w4a16.launch import dequantized, launch
 from runtime.kernels.w4a16.tile import Tile, choose
 from runtime.kernels.workspace import KernelOptions
@@ -107,6 +114,31 @@ def nan_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+GATED = [
+    (3, Tile(kernel="warp", block_m=8, block_n=32, num_warps=2)),
+    (5, Tile(kernel="tile", block_m=16, block_n=64, split_k=2)),
+]
+
+
+@pytest.mark.parametrize(("num_rows", "tile"), GATED, ids=["warp", "tile-split"])
+def test_gated_product_has_the_bits_of_two_steps(
+    num_rows: int, tile: Tile, nan_empty: None
+) -> None:
+    torch.manual_seed(0)
+    packed = pack_w4a16(random_weight(192, 128, 64, False), torch.float16, CPU, KernelOptions())
+    x_TK = torch.randn(num_rows, 128, dtype=torch.float16)
+    assert tile.can_gate(192)
+    expected = gate(launch(x_TK, packed, None, tile).float(), "silu").half()
+    assert torch.equal(launch(x_TK, packed, None, tile, "silu"), expected)
+
+
+def test_gated_product_without_triton() -> None:
+    packed = pack_w4a16(random_weight(64, 64, 64, True), torch.float16, CPU, KernelOptions())
+    x_TK = torch.randn(4, 64, dtype=torch.float16)
+    expected = gate(w4a16_linear(x_TK, packed), "gelu_tanh")
+    assert torch.equal(w4a16_gate_up(x_TK, packed, "gelu_tanh"), expected)
 
 
 def test_linear_without_triton_is_the_reference() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from runtime.kernels.backend import target_of, uses_triton
+from runtime.kernels.gate import Activation, gate
 from runtime.kernels.w4a16.launch import launch
 from runtime.kernels.w4a16.pack import (
     HALF_DTYPES,
@@ -14,9 +15,16 @@ from runtime.kernels.w4a16.pack import (
     unpack_w4a16,
 )
 from runtime.kernels.w4a16.reference import w4a16_linear_reference
-from runtime.kernels.w4a16.tile import choose
+from runtime.kernels.w4a16.tile import Tile, choose
 
-__all__ = ["W4A16Weight", "can_pack_w4a16", "pack_w4a16", "unpack_w4a16", "w4a16_linear"]
+__all__ = [
+    "W4A16Weight",
+    "can_pack_w4a16",
+    "pack_w4a16",
+    "unpack_w4a16",
+    "w4a16_gate_up",
+    "w4a16_linear",
+]
 
 
 def w4a16_linear(x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None = None) -> Tensor:
@@ -26,15 +34,30 @@ def w4a16_linear(x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None = None) 
     once a call of the same T has grown the workspace. Same inputs, same bits; with
     `options.deterministic` a row's bits do not depend on the other rows either.
     """
-    if not uses_triton(x_TK.device) or x_TK.dtype not in HALF_DTYPES:
+    tile = _tile(x_TK, weight)
+    if tile is None:
         return w4a16_linear_reference(x_TK, weight, bias)
-    if x_TK.shape[0] == 0:
-        return x_TK.new_empty(0, weight.shape[0])
-    tile = choose(
+    return launch(x_TK.contiguous(), weight, bias, tile)
+
+
+def w4a16_gate_up(x_TK: Tensor, weight: W4A16Weight, act: Activation) -> Tensor:
+    """act(gate) * up of a gate | up weight [2 n, in]: [T, in] -> [T, n], in one kernel where the
+    tile allows it. The bits are those of `gate(w4a16_linear(x_TK, weight), act)`.
+    """
+    tile = _tile(x_TK, weight)
+    if tile is None or not tile.can_gate(weight.shape[0]):
+        return gate(w4a16_linear(x_TK, weight), act)
+    return launch(x_TK.contiguous(), weight, None, tile, act)
+
+
+def _tile(x_TK: Tensor, weight: W4A16Weight) -> Tile | None:
+    """The tile to launch, None where the reference serves."""
+    if not uses_triton(x_TK.device) or x_TK.dtype not in HALF_DTYPES or x_TK.shape[0] == 0:
+        return None
+    return choose(
         x_TK.shape[0],
         weight.shape,
         weight.group_size,
         target_of(x_TK.device),
         weight.options.deterministic,
     )
-    return launch(x_TK.contiguous(), weight, bias, tile)

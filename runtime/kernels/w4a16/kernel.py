@@ -13,12 +13,13 @@ weights ("pre"), it is subtracted first, exactly.
 Imports triton; `runtime.kernels.w4a16.launch` imports this only where it launches.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from runtime.kernels.gate.kernel import activate
 
 ROWS = tl.constexpr(16)
 """Rows of weights whose words lie together; `pack.ROWS`."""
@@ -83,6 +84,43 @@ def prefetch_l2(pointer, num_bytes):
 
 
 @triton.jit
+def tile_rows(n_tile, N, BLOCK_N: tl.constexpr, ACT: tl.constexpr):
+    """The weight rows [BLOCK_N] of a tile: consecutive, or where ACT is given half of them from
+    each half of the weight (gate | up), so that partners meet in one program."""
+    i = tl.arange(0, BLOCK_N)
+    if ACT is None:
+        rows = n_tile * BLOCK_N + i
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        rows = (i // HALF) * (N // 2) + n_tile * HALF + i % HALF
+    return rows
+
+
+@triton.jit
+def prefetch_rows(
+    codes_ptr,
+    n_tile,
+    kb_begin,
+    kb_end,
+    num_kb,
+    N,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ACT: tl.constexpr,
+):
+    """Ask the first LIMIT K-blocks of a tile's codes into L2."""
+    HALF: tl.constexpr = BLOCK_N // ROWS // 2
+    num_bytes = tl.minimum(kb_end - kb_begin, LIMIT) * (ROWS * WIDTH * 2)
+    for i in tl.static_range(BLOCK_N // ROWS):
+        block = n_tile * (BLOCK_N // ROWS) + i
+        if ACT is not None:
+            block = (i // HALF) * (N // 2 // ROWS) + n_tile * HALF + i % HALF
+        at = block.to(tl.int64) * num_kb + kb_begin
+        prefetch_l2(codes_ptr + at * (ROWS * WIDTH), num_bytes)
+
+
+@triton.jit
 def load_group(pointers, kb, g: tl.constexpr, GROUPS: tl.constexpr, in_range):
     """Scales (or zero points) of group `g` of K-block `kb`; of the only group where GROUPS is 0."""
     at = kb * GROUPS + g
@@ -109,43 +147,43 @@ def offset_of(zero_point, SYMMETRIC: tl.constexpr, EXCESS: tl.constexpr):
 
 
 @triton.jit
-def store_tile(
-    acc,
-    bias_ptr,
-    out_ptr,
-    partials_ptr,
-    counters_ptr,
-    tile,
-    split,
-    rows,
-    m,
-    M,
-    N,
-    SPLIT_K: tl.constexpr,
-):
-    """Write acc [BLOCK_N, BLOCK_M] + bias to out [M, N]; with SPLIT_K, the last program of a tile
-    adds everybody's sums in the order of the splits, so that arrival decides nothing."""
+def write_tile(acc, bias_ptr, out_ptr, n_tile, rows, m, M, N, ACT: tl.constexpr):
+    """acc [BLOCK_N, BLOCK_M] + bias to out [M, N]. With ACT, rows come as `tile_rows` says, and
+    act(gate) * up of the halves, rounded as if they had been stored, goes to out [M, N / 2]."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    HALF: tl.constexpr = acc.shape[0] // 2
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+    if ACT is None:
+        y = acc.to(dtype)
+        width = N
+    else:
+        pairs = tl.permute(tl.reshape(acc.to(dtype), [2, HALF, acc.shape[1]]), 1, 2, 0)
+        gate, up = tl.split(pairs)
+        y = (activate(gate.to(tl.float32), ACT) * up.to(tl.float32)).to(dtype)
+        rows = n_tile * HALF + tl.arange(0, HALF)
+        width = N // 2
+    out = out_ptr + m.to(tl.int64)[None, :] * width + rows[:, None]
+    tl.store(out, y, mask=(rows < width)[:, None] & (m < M)[None, :])
+
+
+@triton.jit
+def add_splits(acc, partials_ptr, counters_ptr, tile, split, SPLIT_K: tl.constexpr):
+    """This program's part of a tile goes to scratch memory; whoever comes last adds all parts in
+    the order of the splits, so that arrival decides nothing. Returns (sum, is last)."""
     BLOCK_N: tl.constexpr = acc.shape[0]
     BLOCK_M: tl.constexpr = acc.shape[1]
-    is_last = True
-    if SPLIT_K > 1:
-        at = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
-        mine = partials_ptr + (tile * SPLIT_K + split).to(tl.int64) * (BLOCK_N * BLOCK_M)
-        tl.store(mine + at, acc, cache_modifier=".cg")
-        tl.debug_barrier()
-        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
+    at = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
+    first = partials_ptr + (tile * SPLIT_K).to(tl.int64) * (BLOCK_N * BLOCK_M) + at
+    tl.store(first + split * (BLOCK_N * BLOCK_M), acc, cache_modifier=".cg")
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
     if is_last:
-        if SPLIT_K > 1:
-            acc = tl.zeros_like(acc)
-            first = partials_ptr + (tile * SPLIT_K).to(tl.int64) * (BLOCK_N * BLOCK_M)
-            for other in range(SPLIT_K):
-                acc += tl.load(first + other * (BLOCK_N * BLOCK_M) + at, cache_modifier=".cg")
-            tl.store(counters_ptr + tile, 0)
-        if bias_ptr is not None:
-            acc += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-        out = out_ptr + m.to(tl.int64)[None, :] * N + rows[:, None]
-        mask = (rows < N)[:, None] & (m < M)[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        acc = tl.load(first, cache_modifier=".cg")
+        for other in range(1, SPLIT_K):
+            acc += tl.load(first + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+        tl.store(counters_ptr + tile, 0)
+    return acc, is_last
 
 
 @triton.jit(do_not_specialize=["M", "num_m_tiles"])
@@ -173,6 +211,7 @@ def tile_kernel(
     EVEN_N: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH_KB: tl.constexpr,
+    ACT: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -193,7 +232,7 @@ def tile_kernel(
     kb_begin = split * num_kb // SPLIT_K
     kb_end = (split + 1) * num_kb // SPLIT_K
 
-    rows = (tile // num_m_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tile_rows(tile // num_m_tiles, N, BLOCK_N, ACT)
     m = (tile % num_m_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, WIDTH)
     stored_rows = tl.cdiv(N, ROWS) * ROWS
@@ -207,10 +246,10 @@ def tile_kernel(
     if not SYMMETRIC:
         zeros = zero_ptr + block * num_groups * ROWS + rows % ROWS
     if PREFETCH_KB > 0:
-        fetched = tl.minimum(kb_end - kb_begin, PREFETCH_KB) * (ROWS * WIDTH * 2)
-        for i in tl.static_range(BLOCK_N // ROWS):
-            at = ((tile // num_m_tiles) * (BLOCK_N // ROWS) + i).to(tl.int64) * num_kb + kb_begin
-            prefetch_l2(codes_ptr + at * (ROWS * WIDTH), fetched)
+        n_tile = tile // num_m_tiles
+        prefetch_rows(
+            codes_ptr, n_tile, kb_begin, kb_end, num_kb, N, BLOCK_N, WIDTH, PREFETCH_KB, ACT
+        )
     x = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
     m_ok = (m < M)[:, None]
 
@@ -274,9 +313,12 @@ def tile_kernel(
         acc -= offset_of(z[0], SYMMETRIC, EXCESS)[:, None] * sums
     if GROUPS == 0 and SCALING != "weights":
         acc *= s[0].to(tl.float32)[:, None]
-    store_tile(
-        acc, bias_ptr, out_ptr, partials_ptr, counters_ptr, tile, split, rows, m, M, N, SPLIT_K
-    )
+    if SPLIT_K == 1:
+        write_tile(acc, bias_ptr, out_ptr, tile // num_m_tiles, rows, m, M, N, ACT)
+    else:
+        acc, is_last = add_splits(acc, partials_ptr, counters_ptr, tile, split, SPLIT_K)
+        if is_last:
+            write_tile(acc, bias_ptr, out_ptr, tile // num_m_tiles, rows, m, M, N, ACT)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -303,6 +345,7 @@ def warp_kernel(
     EVEN_N: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH_KB: tl.constexpr,
+    ACT: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -324,7 +367,7 @@ def warp_kernel(
     kb_begin = split * num_kb // SPLIT_K
     kb_end = (split + 1) * num_kb // SPLIT_K
 
-    rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tile_rows(tile, N, BLOCK_N, ACT)
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, WIDTH)
     warp = tl.arange(0, WARPS)
@@ -342,10 +385,9 @@ def warp_kernel(
     if not SYMMETRIC:
         zeros = zero_ptr + group
     if PREFETCH_KB > 0:
-        fetched = tl.minimum(kb_end - kb_begin, PREFETCH_KB) * (ROWS * WIDTH * 2)
-        for i in tl.static_range(BLOCK_N // ROWS):
-            at = (tile * (BLOCK_N // ROWS) + i).to(tl.int64) * num_kb + kb_begin
-            prefetch_l2(codes_ptr + at * (ROWS * WIDTH), fetched)
+        prefetch_rows(
+            codes_ptr, tile, kb_begin, kb_end, num_kb, N, BLOCK_N, WIDTH, PREFETCH_KB, ACT
+        )
     x = x_ptr + m.to(tl.int64)[None, :, None] * K + k[None, None, :]
     x += warp[:, None, None] * BLOCK_K
     m_ok = (m < M)[None, :, None]
@@ -401,9 +443,12 @@ def warp_kernel(
         offset = offset_of(z[0], SYMMETRIC, EXCESS)[:, :, None]
         acc = s[0].to(tl.float32)[:, :, None] * (acc - offset * total)
     y = tl.sum(acc, axis=0)
-    store_tile(
-        y, bias_ptr, out_ptr, partials_ptr, counters_ptr, tile, split, rows, m, M, N, SPLIT_K
-    )
+    if SPLIT_K == 1:
+        write_tile(y, bias_ptr, out_ptr, tile, rows, m, M, N, ACT)
+    else:
+        y, is_last = add_splits(y, partials_ptr, counters_ptr, tile, split, SPLIT_K)
+        if is_last:
+            write_tile(y, bias_ptr, out_ptr, tile, rows, m, M, N, ACT)
 
 
 @triton.jit

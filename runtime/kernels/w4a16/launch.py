@@ -11,20 +11,32 @@ from runtime.kernels.w4a16.pack import ROWS, W4A16Weight
 from runtime.kernels.w4a16.tile import Tile
 
 
-def launch(x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, tile: Tile) -> Tensor:
-    """x_TK [T, in] contiguous in the weight's compute type -> [T, out], by the tile given."""
+def launch(
+    x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, tile: Tile, act: str | None = None
+) -> Tensor:
+    """x_TK [T, in] contiguous in the weight's compute type -> [T, out], by the tile given.
+
+    With `act` the weight is gate | up and the result [T, out / 2] is act(gate) * up; a tile that
+    `can_gate` only.
+    """
     if tile.kernel == "dense":
         return functional.linear(x_TK, dequantized(weight), bias)
-    out_TN = torch.empty(x_TK.shape[0], weight.shape[0], dtype=x_TK.dtype, device=x_TK.device)
+    width = weight.shape[0] if act is None else weight.shape[0] // 2
+    out_TN = torch.empty(x_TK.shape[0], width, dtype=x_TK.dtype, device=x_TK.device)
     if tile.kernel == "warp":
-        _launch_warp(x_TK, weight, bias, out_TN, tile)
+        _launch_warp(x_TK, weight, bias, out_TN, tile, act)
     else:
-        _launch_tile(x_TK, weight, bias, out_TN, tile)
+        _launch_tile(x_TK, weight, bias, out_TN, tile, act)
     return out_TN
 
 
 def _launch_tile(
-    x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, tile: Tile
+    x_TK: Tensor,
+    weight: W4A16Weight,
+    bias: Tensor | None,
+    out_TN: Tensor,
+    tile: Tile,
+    act: str | None,
 ) -> None:
     from runtime.kernels.w4a16.kernel import tile_kernel
 
@@ -44,6 +56,7 @@ def _launch_tile(
         EVEN_N=weight.codes.shape[0] * ROWS % tile.block_n == 0,
         STAGES=tile.num_stages,
         PREFETCH_KB=tile.prefetch if target.has_pdl else 0,
+        ACT=act,
         USE_PTX=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
@@ -53,7 +66,12 @@ def _launch_tile(
 
 
 def _launch_warp(
-    x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, tile: Tile
+    x_TK: Tensor,
+    weight: W4A16Weight,
+    bias: Tensor | None,
+    out_TN: Tensor,
+    tile: Tile,
+    act: str | None,
 ) -> None:
     from runtime.kernels.w4a16.kernel import warp_kernel
 
@@ -74,6 +92,7 @@ def _launch_warp(
         EVEN_N=weight.codes.shape[0] * ROWS % tile.block_n == 0,
         STAGES=tile.num_stages,
         PREFETCH_KB=tile.prefetch if target.has_pdl else 0,
+        ACT=act,
         USE_PTX=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=tile.num_warps,

@@ -33,6 +33,11 @@ class Tile:
     scaling: Literal["sums", "centered", "weights"] = "sums"
     prefetch: int = 32
 
+    def can_gate(self, out: int) -> bool:
+        """The tile can take half its rows from each half of a weight of `out` rows."""
+        half = self.block_n // 2
+        return self.kernel != "dense" and half >= 16 and out % 2 == 0 and out // 2 % half == 0
+
 
 def problem_of(shape: tuple[int, int], group_size: int | None) -> str:
     """The key of a weight in a tile table."""
@@ -66,12 +71,12 @@ def rule(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
         return Tile(kernel="warp", block_m=8 if num_rows <= 8 else 16, block_n=block_n)
     if num_rows <= 64:
         block_m = 32 if num_rows <= 32 else 64
-        split = _split(shape, 64, 2 * target.num_sms)
+        split = _split(shape, -(-shape[0] // 64), 2 * target.num_sms)
         return Tile(kernel="tile", block_m=block_m, split_k=split, scaling="centered")
     if num_rows <= 256:
         block_m = 64 if num_rows <= 64 else 128
         tiles = -(-shape[0] // 128) * -(-num_rows // block_m)
-        split = 2 if tiles * 2 <= target.num_sms else 1
+        split = _split(shape, tiles, target.num_sms)
         return Tile(
             kernel="tile",
             block_m=block_m,
@@ -84,9 +89,11 @@ def rule(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
     return Tile(kernel="dense")
 
 
-def _split(shape: tuple[int, int], block_n: int, num_programs: int) -> int:
-    """Splits of K, a power of two, that bring the programs near `num_programs`."""
-    tiles = -(-shape[0] // block_n)
+def _split(shape: tuple[int, int], tiles: int, num_programs: int) -> int:
+    """Splits of K, a power of two, that bring `tiles` near `num_programs` programs.
+
+    A split keeps at least four K-blocks: it costs a round trip of float32 sums.
+    """
     split = 1
     while tiles * split * 2 <= num_programs and shape[1] // 128 // (split * 2) >= 4:
         split *= 2
