@@ -27,8 +27,9 @@ DECODE_TYPES = {
     "counters_ptr": "*i32",
     "num_seqs": "i32",
 }
-PREFILL_TYPES = {**TYPES, "num_spans": "i32"}
-POOLS = {"plain": "*bf16", "fp8": "*u8", "fp8_bits": "*u8", "int8": "*i8"}
+PREFILL_TYPES = {**TYPES, "first_span": "i32", "num_spans": "i32"}
+POOLS = {"plain": "*bf16", "fp8": "*u8", "int8": "*i8"}
+DECODE_POOLS = {"plain": "*bf16", "fp8": "*i16", "int8": "*i16"}
 OTHER_CARDS = {
     "sm80": {"PDL": False},
     "gfx942": {"PDL": False, "USE_PTX": False},
@@ -81,9 +82,9 @@ def decode(
     return CompileCase(
         name=f"decode-{name}",
         kernel="runtime.kernels.attention.decode_kernel:decode_kernel",
-        signature={**DECODE_TYPES, "pool_ptr": POOLS[kv]},
+        signature={**DECODE_TYPES, "pool_ptr": DECODE_POOLS[kv]},
         constexprs=constants,
-        overrides=FEWER_BITS if kv == "fp8" else OTHER_CARDS,
+        overrides=OTHER_CARDS,
         aligned=("q_stride",),
         num_stages=3,
         **options,

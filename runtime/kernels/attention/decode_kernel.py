@@ -22,6 +22,7 @@ import triton.language as tl
 
 from runtime.kernels.attention.kernel_parts import (
     LOG2_E,
+    attend_pairs,
     attend_tile,
     block_ids,
     start_after_previous_kernel,
@@ -97,11 +98,20 @@ def _attend_segment(
     USE_PTX: tl.constexpr,
 ):
     rows_M = tl.arange(0, ROWS)
-    q_at_MD = (head * GROUP + rows_M)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    q_MD = tl.load(q_ptr + q_at_MD, mask=(rows_M < GROUP)[:, None], other=0.0).to(DTYPE)
+    is_row_M1 = (rows_M < GROUP)[:, None]
+    q_row_M1 = (head * GROUP + rows_M)[:, None] * HEAD_DIM
     m_M = tl.full([ROWS], float("-inf"), tl.float32)
     l_M = tl.zeros([ROWS], tl.float32)
-    acc_MD = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    if KV == "plain":
+        q_at_MD = q_row_M1 + tl.arange(0, HEAD_DIM)[None, :]
+        q_MD = tl.load(q_ptr + q_at_MD, mask=is_row_M1, other=0.0).to(DTYPE)
+        acc_MD = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    else:
+        q_at_MD = q_row_M1 + 2 * tl.arange(0, HEAD_DIM // 2)[None, :]
+        q_MD = tl.load(q_ptr + q_at_MD, mask=is_row_M1, other=0.0).to(DTYPE)
+        q_odd_MD = tl.load(q_ptr + q_at_MD + 1, mask=is_row_M1, other=0.0).to(DTYPE)
+        acc_MD = tl.zeros([ROWS, HEAD_DIM // 2], tl.float32)
+        odd_MD = acc_MD
     keys_N = first_tile * TILE + tl.arange(0, TILE)
     blocks_N = block_ids(table_ptr, keys_N, seq_len, BLOCK_SIZE)
     for _ in range(num_tiles):
@@ -111,13 +121,22 @@ def _attend_segment(
             is_visible_N &= keys_N >= low
         # The next tile's blocks are on their way while this one is computed.
         next_blocks_N = block_ids(table_ptr, keys_N + TILE, seq_len, BLOCK_SIZE)
-        m_M, l_M, acc_MD = attend_tile(
-            q_MD, m_M, l_M, acc_MD, pool_ptr, token_scales_ptr, blocks_N, keys_N,
-            is_visible_N[None, :], is_stored_N, head, qk_scale,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV, True, False, USE_PTX,
-        )  # fmt: skip
+        if KV == "plain":
+            m_M, l_M, acc_MD = attend_tile(
+                q_MD, m_M, l_M, acc_MD, pool_ptr, token_scales_ptr, blocks_N, keys_N,
+                is_visible_N[None, :], is_stored_N, head, qk_scale,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV, True, False, USE_PTX,
+            )  # fmt: skip
+        else:
+            m_M, l_M, acc_MD, odd_MD = attend_pairs(
+                q_MD, q_odd_MD, m_M, l_M, acc_MD, odd_MD, pool_ptr, token_scales_ptr, blocks_N,
+                keys_N, is_visible_N[None, :], is_stored_N, head, qk_scale,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV, USE_PTX,
+            )  # fmt: skip
         keys_N += TILE
         blocks_N = next_blocks_N
+    if KV != "plain":
+        acc_MD = tl.reshape(tl.join(acc_MD, odd_MD), [ROWS, HEAD_DIM])
     return m_M, l_M, acc_MD
 
 
@@ -204,6 +223,8 @@ def decode_kernel(
 ):
     """out [S, H * D] = attention of the S decodes; see the module's docstring.
 
+    pool: the plain pool, or an 8-bit one as 16-bit words.
+
     partials: weighted values [num_slots, G, D]; sums: (m, l) [num_slots, G, 2], m in log2 units.
     """
     start_after_previous_kernel(PDL)
@@ -246,12 +267,10 @@ def decode_kernel(
         if num_tiles > 0:
             k_scale = scale * LOG2_E
             v_scale = 1.0
-            if KV == "fp8" or KV == "fp8_bits":
-                k_scale *= tl.load(head_scales_ptr + head)
-                v_scale = tl.load(head_scales_ptr + KV_HEADS + head)
-            if KV == "fp8_bits":
-                k_scale *= 256.0
-                v_scale *= 256.0
+            if KV == "fp8":
+                # 256: what `split_pairs` leaves out.
+                k_scale *= 256.0 * tl.load(head_scales_ptr + head)
+                v_scale = 256.0 * tl.load(head_scales_ptr + KV_HEADS + head)
             m_M, l_M, acc_MD = _attend_segment(
                 q_ptr + s.to(tl.int64) * q_stride, pool_ptr, token_scales_ptr,
                 tables_ptr + s.to(tl.int64) * table_stride, head, low_tile + tile, num_tiles,

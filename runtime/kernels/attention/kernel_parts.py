@@ -68,6 +68,92 @@ def pool_rows(blocks_N, keys_N, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.con
 
 
 @triton.jit
+def split_pairs(pairs, KV: tl.constexpr, USE_PTX: tl.constexpr):
+    """16-bit words of two 8-bit codes each -> two float16 tensors, of the low and the high bytes.
+
+    Exact, and elementwise: a tile of words can be transposed on its way to the tensor cores as a
+    tile of bytes cannot. fp8 comes 2^8 too small (see `widen`).
+    """
+    if KV == "int8":
+        if USE_PTX:
+            return tl.inline_asm_elementwise(
+                """
+                {
+                    .reg .b32 biased, low, high, offset;
+                    xor.b32 biased, $2, 0x80808080;
+                    mov.b32 offset, 0x64806480;
+                    lop3.b32 low, biased, 0x00ff00ff, 0x64006400, 0xea;
+                    prmt.b32 high, biased, 0x64646464, 0x4341;
+                    sub.f16x2 $0, low, offset;
+                    sub.f16x2 $1, high, offset;
+                }
+                """,
+                "=r,=r,r",
+                [pairs],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            words = pairs.to(tl.int32)
+            low, high = (words << 24) >> 24, (words << 16) >> 24
+            return low.to(tl.float16), high.to(tl.float16)
+    else:
+        if USE_PTX:
+            return tl.inline_asm_elementwise(
+                """
+                {
+                    .reg .b32 sign, size;
+                    shl.b32 sign, $2, 8;
+                    shl.b32 size, $2, 7;
+                    and.b32 size, size, 0x3f803f80;
+                    lop3.b32 $0, sign, 0x80008000, size, 0xea;
+                    shr.u32 size, $2, 1;
+                    and.b32 size, size, 0x3f803f80;
+                    lop3.b32 $1, $2, 0x80008000, size, 0xea;
+                }
+                """,
+                "=&r,=r,r",
+                [pairs],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            words = pairs.to(tl.int32)
+            low = ((words << 8) & 0x8000) | ((words << 7) & 0x3F80)
+            high = (words & 0x8000) | ((words >> 1) & 0x3F80)
+            return (
+                low.to(tl.uint16).to(tl.float16, bitcast=True),
+                high.to(tl.uint16).to(tl.float16, bitcast=True),
+            )
+
+
+@triton.jit
+def soften(scores_MN, m_M, l_M, MAY_SEE_NOTHING: tl.constexpr):
+    """Online softmax: new maximum, new sum, weights, and what older sums are multiplied by.
+
+    A tile in which a row sees nothing leaves that row as it was, bit for bit (m is -inf until the
+    first visible key).
+    """
+    m_new_M = tl.maximum(m_M, tl.max(scores_MN, 1))
+    shift_M = m_new_M
+    if MAY_SEE_NOTHING:
+        shift_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)
+    p_MN = tl.exp2(scores_MN - shift_M[:, None])
+    alpha_M = tl.exp2(m_M - shift_M)
+    return m_new_M, l_M * alpha_M + tl.sum(p_MN, 1), p_MN, alpha_M
+
+
+@triton.jit
+def value_scales(scales_ptr, rows_N, is_stored_N):
+    """Scales of a tile's int8 values over the largest, which keeps weights in float16's range."""
+    scales_N = tl.load(scales_ptr + rows_N, mask=is_stored_N, other=0.0)
+    largest = tl.maximum(tl.max(scales_N, 0), 1e-30)
+    return scales_N / largest, largest
+
+
+@triton.jit
 def attend_tile(
     q_MD,
     m_M,
@@ -92,8 +178,7 @@ def attend_tile(
     """One tile of keys folded into (running maximum, sum, weighted values).
 
     Keys are read unmasked, since their scores are replaced where not visible; values where not
-    stored become zeros, because 0 * NaN of a stale slot would be NaN. A tile in which a row sees
-    nothing leaves that row as it was, bit for bit (m is -inf until the first visible key).
+    stored become zeros, because 0 * NaN of a stale slot would be NaN.
     """
     rows_N = pool_rows(blocks_N, keys_N, head, KV_HEADS, BLOCK_SIZE)
     at_ND = (rows_N * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
@@ -108,22 +193,68 @@ def attend_tile(
         scores_MN *= tl.load(token_scales_ptr + rows_N)[None, :]
     if MASKED:
         scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
-    m_new_M = tl.maximum(m_M, tl.max(scores_MN, 1))
-    shift_M = m_new_M
-    if MAY_SEE_NOTHING:
-        shift_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)
-    p_MN = tl.exp2(scores_MN - shift_M[:, None])
-    alpha_M = tl.exp2(m_M - shift_M)
-    l_M = l_M * alpha_M + tl.sum(p_MN, 1)
+    m_M, l_M, p_MN, alpha_M = soften(scores_MN, m_M, l_M, MAY_SEE_NOTHING)
     acc_MD = acc_MD * alpha_M[:, None]
     v_ND = widen(v_codes_ND, q_MD.dtype, KV, USE_PTX)
     if KV == "int8":
-        # Scales relative to the tile's largest keep the weights in float16's range.
-        scales_ptr = token_scales_ptr + KV_HEADS * BLOCK_SIZE
-        scales_N = tl.load(scales_ptr + rows_N, mask=is_stored_N, other=0.0)
-        largest = tl.maximum(tl.max(scales_N, 0), 1e-30)
-        p_MN *= (scales_N / largest)[None, :]
-        acc_MD += tl.dot(p_MN.to(q_MD.dtype), v_ND, input_precision="ieee") * largest
+        scales_N, largest = value_scales(
+            token_scales_ptr + KV_HEADS * BLOCK_SIZE, rows_N, is_stored_N
+        )
+        p_MN = (p_MN * scales_N[None, :]).to(q_MD.dtype)
+        acc_MD += tl.dot(p_MN, v_ND, input_precision="ieee") * largest
     else:
         acc_MD = tl.dot(p_MN.to(q_MD.dtype), v_ND, acc_MD, input_precision="ieee")
-    return m_new_M, l_M, acc_MD
+    return m_M, l_M, acc_MD
+
+
+@triton.jit
+def attend_pairs(
+    q_even_MD,
+    q_odd_MD,
+    m_M,
+    l_M,
+    even_MD,
+    odd_MD,
+    pairs_ptr,
+    token_scales_ptr,
+    blocks_N,
+    keys_N,
+    visible_MN,
+    is_stored_N,
+    head,
+    qk_scale,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KV: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):
+    """`attend_tile` for few rows over an 8-bit pool read as words of two dimensions."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    rows_N = pool_rows(blocks_N, keys_N, head, KV_HEADS, BLOCK_SIZE)
+    at_ND = (rows_N * HALF)[:, None] + tl.arange(0, HALF)[None, :]
+    k_pairs_ND = tl.load(pairs_ptr + at_ND)
+    v_ptr = pairs_ptr + KV_HEADS * BLOCK_SIZE * HALF
+    v_pairs_ND = tl.load(v_ptr + at_ND, mask=is_stored_N[:, None], other=0)
+    k_even_ND, k_odd_ND = split_pairs(k_pairs_ND, KV, USE_PTX)
+    scores_MN = tl.dot(q_even_MD, k_even_ND.T)
+    scores_MN = tl.dot(q_odd_MD, k_odd_ND.T, scores_MN) * qk_scale
+    if KV == "int8":
+        scores_MN *= tl.load(token_scales_ptr + rows_N)[None, :]
+    scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
+    m_M, l_M, p_MN, alpha_M = soften(scores_MN, m_M, l_M, False)
+    even_MD = even_MD * alpha_M[:, None]
+    odd_MD = odd_MD * alpha_M[:, None]
+    v_even_ND, v_odd_ND = split_pairs(v_pairs_ND, KV, USE_PTX)
+    if KV == "int8":
+        scales_N, largest = value_scales(
+            token_scales_ptr + KV_HEADS * BLOCK_SIZE, rows_N, is_stored_N
+        )
+        p_MN = (p_MN * scales_N[None, :]).to(tl.float16)
+        even_MD += tl.dot(p_MN, v_even_ND) * largest
+        odd_MD += tl.dot(p_MN, v_odd_ND) * largest
+    else:
+        p_MN = p_MN.to(tl.float16)
+        even_MD = tl.dot(p_MN, v_even_ND, even_MD)
+        odd_MD = tl.dot(p_MN, v_odd_ND, odd_MD)
+    return m_M, l_M, even_MD, odd_MD

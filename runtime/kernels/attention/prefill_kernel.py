@@ -76,7 +76,7 @@ def _attend_range(
     return m_M, l_M, acc_MD
 
 
-@triton.jit(do_not_specialize=["num_spans", "table_stride", "window"])
+@triton.jit(do_not_specialize=["first_span", "num_spans", "table_stride", "window"])
 def prefill_kernel(
     q_ptr,
     pool_ptr,
@@ -86,6 +86,7 @@ def prefill_kernel(
     starts_ptr,
     seq_lens_ptr,
     out_ptr,
+    first_span,
     num_spans,
     q_stride,
     table_stride,
@@ -103,12 +104,16 @@ def prefill_kernel(
     UNIFORM: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """out [T, H * D]: rows of the spans whose first rows `starts_ptr` lists (one more at the end).
+    """out [T, H * D]: the rows of `num_spans` spans from `first_span` on.
 
+    starts [S + 1]: first row of every span of the step, and the end of the last.
     UNIFORM: every tile takes the masked path, so that which path a tile takes cannot show in a
     row's bits (deterministic mode).
     """
     BLOCK_Q: tl.constexpr = ROWS // GROUP
+    starts_ptr += first_span
+    seq_lens_ptr += first_span
+    tables_ptr += first_span.to(tl.int64) * table_stride
     # Later tiles see more keys: starting them first leaves the short ones to even out the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)

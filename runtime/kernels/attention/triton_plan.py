@@ -200,11 +200,12 @@ def _decode(
 
     batch, tile = plan.batch, plan.decode_tile
     constants = _common(q_THD, pool, plan)
+    constants["KV"] = constants["KV"].removesuffix("_bits")
     group, head_dim = constants["GROUP"], constants["HEAD_DIM"]
     values, sums, counters = _scratch(plan, group, head_dim)
     decode_kernel[(plan.num_programs,)](
         q_THD,
-        raw_pool(pool),
+        pool.view(torch.int16) if pool.itemsize == 1 else pool,
         head_scales_2K,
         token_scales,
         batch.block_tables_SB,
@@ -257,25 +258,24 @@ def _prefill(
 
     batch, tile = plan.batch, plan.prefill_tile
     assert batch.query_starts_S1 is not None
-    assert batch.seq_lens_S is not None
     constants = _common(q_THD, pool, plan)
-    skip = batch.num_decodes
-    tables_SB = batch.block_tables_SB[skip:]
-    num_spans = tables_SB.shape[0]
+    first_span = batch.num_decodes
+    num_spans = batch.block_tables_SB.shape[0] - first_span
     # Each span wastes less than one tile (see `_span_of`).
-    num_tiles = (q_THD.shape[0] - skip) // (tile.rows // constants["GROUP"]) + num_spans
+    num_tiles = (q_THD.shape[0] - first_span) // (tile.rows // constants["GROUP"]) + num_spans
     prefill_kernel[(num_tiles, batch.kv_heads)](
         q_THD,
         raw_pool(pool),
         head_scales_2K,
         token_scales,
-        tables_SB,
-        batch.query_starts_S1[skip:],
-        batch.seq_lens_S[skip:],
+        batch.block_tables_SB,
+        batch.query_starts_S1,
+        batch.seq_lens_S,
         out,
+        first_span,
         num_spans,
         q_THD.stride(0),
-        tables_SB.stride(0),
+        batch.block_tables_SB.stride(0),
         plan.window or 0,
         scale,
         **constants,
