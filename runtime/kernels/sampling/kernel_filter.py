@@ -1,0 +1,550 @@
+"""top_k, top_p and min_p in Triton, without sorting: find the edge, then draw from what is kept.
+
+Rounds narrow down the distances among which the last token kept must lie: a histogram of counts
+over 256 bins tells the exact rank of each bin and bounds its mass from both sides. When few tokens
+are left they are collected, and one program finds the edge among them by bisection on the bits of
+their distances (which order as integers, being >= 0). Widths of bins are powers of two, so every
+edge of a bin is exact.
+
+States, modes and distances are those of `kernel`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from runtime.kernels.sampling.kernel import (
+    BEFORE,
+    EDGE,
+    GREEDY_ID,
+    HIGH,
+    INFINITY,
+    LOW,
+    MAXIMUM,
+    MEMBERS,
+    MIN_P,
+    MODE,
+    NUM_BINS,
+    SEARCH,
+    SEARCH_WHOLE_ROW,
+    STATE,
+    TEMPERATURE,
+    TIES,
+    TOP_K,
+    TOP_P,
+    TOTAL,
+    WIDTH,
+    WORDS,
+    begin,
+    distances,
+    draw_inside,
+    is_last,
+    load_scores,
+    pick_block,
+    pow2_at_least,
+    uniform,
+)
+
+SLACK = tl.constexpr(2e-6)  # of the total: what float32 sums may be wrong by
+STEP = tl.constexpr(8)  # histograms merged at once
+
+
+@triton.jit
+def narrow_kernel(
+    logits_ptr,
+    row_stride,
+    adjusted_ptr,
+    is_adjusted_ptr,
+    slots_ptr,
+    doubles_ptr,
+    floats_ptr,
+    ints_ptr,
+    partials_ptr,
+    histograms_ptr,
+    state_ptr,
+    counters_ptr,
+    vocab,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS_POW2: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ADJUSTED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One round for the rows that search: [LOW, HIGH) shrinks to a bin or a few.
+
+    histograms_ptr [R, num_blocks, NUM_BINS] int32. partials_ptr: masses below LOW and inside.
+    """
+    begin(PDL)
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    state = state_ptr + row * STATE
+    if tl.load(state + MODE) != SEARCH:
+        return
+    if tl.load(state + MEMBERS) <= CAPACITY:
+        return
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    low = tl.load(state + LOW).to(tl.float32)
+    high = tl.load(state + HIGH).to(tl.float32)
+    width = tl.load(state + WIDTH).to(tl.float32)
+    maximum = tl.load(state + MAXIMUM).to(tl.float32)
+    temperature = tl.load(floats_ptr + slot * WORDS + TEMPERATURE)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    scores = load_scores(
+        logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
+    )
+    y = distances(maximum, scores, temperature)
+    weights = tl.exp(-y)
+    is_inside = (y >= low) & (y < high)
+    partials = partials_ptr + row * (5 * BLOCKS_POW2)
+    tl.store(partials + block, tl.sum(tl.where(y < low, weights, 0.0), 0))
+    tl.store(partials + BLOCKS_POW2 + block, tl.sum(tl.where(is_inside, weights, 0.0), 0))
+    in_widths = tl.where(is_inside, y - low, 0.0) * (1.0 / width)
+    bin_of = tl.where(is_inside, tl.minimum(in_widths.to(tl.int32), NUM_BINS - 1), NUM_BINS)
+    # One bin more would do for the tokens outside, but their number is a power of two.
+    at = tl.arange(0, 2 * NUM_BINS)
+    histograms = histograms_ptr + row.to(tl.int64) * NUM_BLOCKS * NUM_BINS
+    counts_here = tl.histogram(bin_of, 2 * NUM_BINS)
+    tl.store(histograms + block * NUM_BINS + at, counts_here, mask=at < NUM_BINS)
+    if is_last(counters_ptr + row, NUM_BLOCKS):
+        bins = tl.arange(0, NUM_BINS)
+        counts = tl.zeros([NUM_BINS], tl.int32)
+        for start in range(0, NUM_BLOCKS, STEP):
+            some = start + tl.arange(0, STEP)
+            tile = tl.load(
+                histograms + some[:, None] * NUM_BINS + bins[None, :],
+                mask=some[:, None] < NUM_BLOCKS,
+                other=0,
+                cache_modifier=".cg",
+            )
+            counts += tl.sum(tile, 0)
+        top_k = tl.load(ints_ptr + slot * WORDS + TOP_K)
+        top_p = tl.load(doubles_ptr + slot * (WORDS // 2) + TOP_P)
+        before = tl.load(state + BEFORE).to(tl.int32)
+        through = before + tl.cumsum(counts, 0)
+        mode = SEARCH + 0
+        if (top_k > 0) & (top_k < vocab):
+            # The edge is in the first bin that reaches top_k. The mass of all that is before it is
+            # needed where top_p follows, so all of it has to be collected.
+            last = tl.sum((through < top_k).to(tl.int32), 0)
+            num_through = tl.sum(tl.where(bins == last, through, 0), 0)
+            keeps_all = (before == 0) & (num_through <= CAPACITY)
+            first = tl.where(keeps_all, 0, last)
+            is_lost = (last == NUM_BINS) | ((keeps_all == 0) & (top_p < 1.0))
+            mode = tl.where(is_lost, SEARCH_WHOLE_ROW, mode)
+        else:
+            below, inside = _masses(partials, NUM_BLOCKS, BLOCKS_POW2)
+            total = tl.load(state + TOTAL)
+            target = top_p * total
+            slack = SLACK * total
+            atmost, atleast = _mass_before(counts, bins, low, width, below, inside)
+            first = tl.maximum(tl.sum((atmost < target - slack).to(tl.int32), 0) - 1, 0)
+            last = tl.maximum(tl.sum((atleast < target + slack).to(tl.int32), 0) - 1, first)
+        num_first = tl.sum(tl.where(bins == first, through - counts, 0), 0)
+        num_last = tl.sum(tl.where(bins == last, through, 0), 0)
+        new_low = low + first.to(tl.float32) * width
+        new_high = low + (last + 1).to(tl.float32) * width
+        new_width = pow2_at_least((new_high - new_low) / (NUM_BINS - 1))
+        tl.store(state + LOW, new_low.to(tl.float64))
+        tl.store(state + HIGH, new_high.to(tl.float64))
+        tl.store(state + WIDTH, tl.minimum(new_width, width).to(tl.float64))
+        tl.store(state + BEFORE, num_first.to(tl.float64))
+        tl.store(state + MEMBERS, (num_last - num_first).to(tl.float64))
+        tl.store(state + MODE, mode.to(tl.float64))
+
+
+@triton.jit
+def _masses(partials, NUM_BLOCKS: tl.constexpr, BLOCKS_POW2: tl.constexpr):
+    """(mass below LOW, mass inside), float64, summed in the order of blocks."""
+    blocks = tl.arange(0, BLOCKS_POW2)
+    is_block = blocks < NUM_BLOCKS
+    below = tl.load(partials + blocks, mask=is_block, other=0.0, cache_modifier=".cg")
+    inside = tl.load(
+        partials + BLOCKS_POW2 + blocks, mask=is_block, other=0.0, cache_modifier=".cg"
+    )
+    return tl.sum(below.to(tl.float64), 0), tl.sum(inside.to(tl.float64), 0)
+
+
+@triton.jit
+def _mass_before(counts, bins, low, width, below, inside):
+    """Bounds (at most, at least) of the mass before each bin: from the front and from the back."""
+    nearest = low + bins.to(tl.float32) * width
+    most = counts.to(tl.float64) * tl.exp(-nearest).to(tl.float64)
+    least = counts.to(tl.float64) * tl.exp(-(nearest + width)).to(tl.float64)
+    most_before = tl.cumsum(most, 0) - most
+    least_before = tl.cumsum(least, 0) - least
+    through = below + inside
+    most_after = tl.sum(most, 0) - most_before
+    least_after = tl.sum(least, 0) - least_before
+    atmost = tl.minimum(below + most_before, through - least_after)
+    atleast = tl.maximum(below + least_before, through - most_after)
+    return atmost, atleast
+
+
+@triton.jit
+def collect_kernel(
+    logits_ptr,
+    row_stride,
+    adjusted_ptr,
+    is_adjusted_ptr,
+    slots_ptr,
+    doubles_ptr,
+    floats_ptr,
+    ints_ptr,
+    partials_ptr,
+    members_ptr,
+    state_ptr,
+    counters_ptr,
+    vocab,
+    num_rows,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS_POW2: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ADJUSTED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Find the edge of the rows that search, among their members or in the whole row.
+
+    members_ptr [R, CAPACITY] float32, in no certain order: only sums over sets of equals and
+    comparisons are made of them. counters_ptr [2, R].
+    """
+    begin(PDL)
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    state = state_ptr + row * STATE
+    mode = tl.load(state + MODE)
+    if (mode != SEARCH) & (mode != SEARCH_WHOLE_ROW):
+        return
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    maximum = tl.load(state + MAXIMUM).to(tl.float32)
+    temperature = tl.load(floats_ptr + slot * WORDS + TEMPERATURE)
+    low = tl.load(state + LOW).to(tl.float32)
+    high = tl.load(state + HIGH).to(tl.float32)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    scores = load_scores(
+        logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
+    )
+    y = distances(maximum, scores, temperature)
+    is_member = (y >= low) & (y < high)
+    partials = partials_ptr + row * (5 * BLOCKS_POW2)
+    tl.store(partials + block, tl.sum(tl.where(y < low, tl.exp(-y), 0.0), 0))
+    tl.store(partials + BLOCKS_POW2 + block, tl.min(tl.where(is_member, y, INFINITY), 0))
+    tl.store(partials + 2 * BLOCKS_POW2 + block, tl.max(tl.where(is_member, y, 0.0), 0))
+    order = tl.cumsum(is_member.to(tl.int32), 0)
+    num_here = tl.max(order, 0)
+    members = members_ptr + row.to(tl.int64) * CAPACITY
+    if num_here > 0:
+        at = tl.atomic_add(counters_ptr + num_rows + row, num_here) + order - 1
+        tl.store(members + at, y, mask=is_member & (at < CAPACITY))
+    if is_last(counters_ptr + row, NUM_BLOCKS):
+        num_members = tl.load(counters_ptr + num_rows + row, volatile=True)
+        tl.store(counters_ptr + num_rows + row, 0)
+        blocks = tl.arange(0, BLOCKS_POW2)
+        is_block = blocks < NUM_BLOCKS
+        below = tl.load(partials + blocks, mask=is_block, other=0.0, cache_modifier=".cg")
+        nearest = tl.load(
+            partials + BLOCKS_POW2 + blocks, mask=is_block, other=INFINITY, cache_modifier=".cg"
+        )
+        farthest = tl.load(
+            partials + 2 * BLOCKS_POW2 + blocks, mask=is_block, other=0.0, cache_modifier=".cg"
+        )
+        nearest = tl.min(nearest, 0)
+        farthest = tl.max(farthest, 0)
+        top_k = tl.load(ints_ptr + slot * WORDS + TOP_K)
+        top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
+        top_p = tl.load(doubles_ptr + slot * (WORDS // 2) + TOP_P)
+        total = tl.load(state + TOTAL)
+        if (mode == SEARCH) & (num_members <= CAPACITY):
+            places = tl.arange(0, CAPACITY)
+            found = tl.load(
+                members + places, mask=places < num_members, other=INFINITY, cache_modifier=".cg"
+            )
+            num_before = tl.load(state + BEFORE).to(tl.int32)
+            mass_before = tl.sum(below.to(tl.float64), 0)
+            edge, ties = _edge_of_members(
+                found, num_before, mass_before, nearest, farthest, top_k, top_p, total
+            )
+        else:
+            nearest = tl.where(mode == SEARCH, nearest, 0.0)
+            farthest = tl.where(mode == SEARCH, farthest, INFINITY)
+            edge, ties = _edge_of_row(
+                logits_ptr,
+                row_stride,
+                adjusted_ptr,
+                is_adjusted_ptr,
+                row,
+                maximum,
+                temperature,
+                vocab,
+                nearest,
+                farthest,
+                top_k,
+                top_p,
+                total,
+                BLOCK,
+                NUM_BLOCKS,
+                ADJUSTED,
+            )
+        tl.store(state + EDGE, edge.to(tl.float64))
+        tl.store(state + TIES, ties.to(tl.float64))
+
+
+@triton.jit
+def _key(y):
+    """Bits of a distance >= 0: integers in the same order."""
+    return y.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _weight(key):
+    return tl.exp(-key.to(tl.float32, bitcast=True)).to(tl.float64)
+
+
+@triton.jit
+def _ties_in_nucleus(target, mass, weight, num_ties):
+    """How many of equal tokens start before the mass `target`, `mass` lying before them."""
+    wanted = tl.ceil((target - mass) / tl.maximum(weight, 1e-300))
+    return tl.maximum(tl.minimum(wanted, num_ties.to(tl.float64)), 1.0).to(tl.int32)
+
+
+@triton.jit
+def _edge_of_members(y, num_before, mass_before, nearest, farthest, top_k, top_p, total):
+    """(distance of the last token kept, how many at that distance are) among collected tokens."""
+    keys = _key(y)
+    weights = tl.exp(-y)
+    edge = _key(farthest)
+    ties = tl.sum((keys == edge).to(tl.int32), 0)
+    if top_k > 0:
+        at = _key(nearest)
+        while at < edge:
+            middle = edge - (edge - at) // 2
+            is_before = num_before + tl.sum((keys < middle).to(tl.int32), 0) < top_k
+            at = tl.where(is_before, middle, at)
+            edge = tl.where(is_before, edge, middle - 1)
+        num = num_before + tl.sum((keys < edge).to(tl.int32), 0)
+        ties = tl.minimum(tl.sum((keys == edge).to(tl.int32), 0), top_k - num)
+        mass = mass_before + tl.sum(tl.where(keys < edge, weights, 0.0), 0).to(tl.float64)
+        total = mass + ties.to(tl.float64) * _weight(edge)
+    if top_p < 1.0:
+        target = top_p * total
+        at = _key(nearest)
+        last = edge
+        while at < edge:
+            middle = edge - (edge - at) // 2
+            below = tl.sum(tl.where(keys < middle, weights, 0.0), 0).to(tl.float64)
+            is_before = mass_before + below < target
+            at = tl.where(is_before, middle, at)
+            edge = tl.where(is_before, edge, middle - 1)
+        mass = mass_before + tl.sum(tl.where(keys < edge, weights, 0.0), 0).to(tl.float64)
+        num_equal = tl.sum((keys == edge).to(tl.int32), 0)
+        ties = tl.where(edge == last, tl.minimum(ties, num_equal), num_equal)
+        ties = _ties_in_nucleus(target, mass, _weight(edge), ties)
+    return edge.to(tl.float32, bitcast=True), ties
+
+
+@triton.jit
+def _below(
+    key,
+    logits_ptr,
+    row_stride,
+    adjusted_ptr,
+    is_adjusted_ptr,
+    row,
+    maximum,
+    temperature,
+    vocab,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    ADJUSTED: tl.constexpr,
+):
+    """(how many tokens of the row are nearer than `key`, their mass, how many are at it)."""
+    nums = tl.zeros([BLOCK], tl.int32)
+    equals = tl.zeros([BLOCK], tl.int32)
+    masses = tl.zeros([BLOCK], tl.float64)
+    for block in range(0, NUM_BLOCKS):
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        scores = load_scores(
+            logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
+        )
+        y = distances(maximum, scores, temperature)
+        is_below = (_key(y) < key) & (ids < vocab)
+        nums += is_below.to(tl.int32)
+        equals += ((_key(y) == key) & (ids < vocab)).to(tl.int32)
+        masses += tl.where(is_below, tl.exp(-y), 0.0).to(tl.float64)
+    return tl.sum(nums, 0), tl.sum(masses, 0), tl.sum(equals, 0)
+
+
+@triton.jit
+def _edge_of_row(
+    logits_ptr,
+    row_stride,
+    adjusted_ptr,
+    is_adjusted_ptr,
+    row,
+    maximum,
+    temperature,
+    vocab,
+    nearest,
+    farthest,
+    top_k,
+    top_p,
+    total,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    ADJUSTED: tl.constexpr,
+):
+    """As `_edge_of_members`, reading the whole row at every step: for what nothing else settles,
+    such as thousands of equal tokens at the edge."""
+    edge = _key(farthest)
+    ties = vocab
+    if top_k > 0:
+        at = _key(nearest)
+        while at < edge:
+            middle = edge - (edge - at) // 2
+            num, mass, equal = _below(
+                middle,
+                logits_ptr,
+                row_stride,
+                adjusted_ptr,
+                is_adjusted_ptr,
+                row,
+                maximum,
+                temperature,
+                vocab,
+                BLOCK,
+                NUM_BLOCKS,
+                ADJUSTED,
+            )
+            at = tl.where(num < top_k, middle, at)
+            edge = tl.where(num < top_k, edge, middle - 1)
+        num, mass, equal = _below(
+            edge,
+            logits_ptr,
+            row_stride,
+            adjusted_ptr,
+            is_adjusted_ptr,
+            row,
+            maximum,
+            temperature,
+            vocab,
+            BLOCK,
+            NUM_BLOCKS,
+            ADJUSTED,
+        )
+        ties = tl.minimum(equal, top_k - num)
+        total = mass + ties.to(tl.float64) * _weight(edge)
+    if top_p < 1.0:
+        target = top_p * total
+        at = _key(nearest)
+        last = edge
+        while at < edge:
+            middle = edge - (edge - at) // 2
+            num, mass, equal = _below(
+                middle,
+                logits_ptr,
+                row_stride,
+                adjusted_ptr,
+                is_adjusted_ptr,
+                row,
+                maximum,
+                temperature,
+                vocab,
+                BLOCK,
+                NUM_BLOCKS,
+                ADJUSTED,
+            )
+            at = tl.where(mass < target, middle, at)
+            edge = tl.where(mass < target, edge, middle - 1)
+        num, mass, equal = _below(
+            edge,
+            logits_ptr,
+            row_stride,
+            adjusted_ptr,
+            is_adjusted_ptr,
+            row,
+            maximum,
+            temperature,
+            vocab,
+            BLOCK,
+            NUM_BLOCKS,
+            ADJUSTED,
+        )
+        ties = tl.where(edge == last, tl.minimum(ties, equal), equal)
+        ties = _ties_in_nucleus(target, mass, _weight(edge), ties)
+    return edge.to(tl.float32, bitcast=True), ties
+
+
+@triton.jit
+def draw_kept_kernel(
+    logits_ptr,
+    row_stride,
+    adjusted_ptr,
+    is_adjusted_ptr,
+    slots_ptr,
+    doubles_ptr,
+    longs_ptr,
+    floats_ptr,
+    ints_ptr,
+    partials_ptr,
+    state_ptr,
+    counters_ptr,
+    ids_ptr,
+    vocab,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS_POW2: tl.constexpr,
+    ADJUSTED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Draw the filtered rows. partials_ptr: by block the mass nearer than the edge, ties at it."""
+    begin(PDL)
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    state = state_ptr + row * STATE
+    if tl.load(state + MODE) == 0.0:
+        return
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    maximum = tl.load(state + MAXIMUM).to(tl.float32)
+    edge = tl.load(state + EDGE).to(tl.float32)
+    min_p = tl.load(doubles_ptr + slot * (WORDS // 2) + MIN_P)
+    temperature = tl.load(floats_ptr + slot * WORDS + TEMPERATURE)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    scores = load_scores(
+        logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
+    )
+    y = distances(maximum, scores, temperature)
+    weights = tl.exp(-y)
+    weights = tl.where(weights.to(tl.float64) >= min_p, weights, 0.0)
+    partials = partials_ptr + row * (5 * BLOCKS_POW2)
+    tl.store(partials + block, tl.sum(tl.where(y < edge, weights, 0.0), 0))
+    num_ties = tl.sum(((y == edge) & (weights > 0)).to(tl.int32), 0)
+    tl.store(partials + BLOCKS_POW2 + block, num_ties.to(tl.float32))
+    if is_last(counters_ptr + row, NUM_BLOCKS):
+        blocks = tl.arange(0, BLOCKS_POW2)
+        is_block = blocks < NUM_BLOCKS
+        masses = tl.load(partials + blocks, mask=is_block, other=0.0, cache_modifier=".cg")
+        ties = tl.load(
+            partials + BLOCKS_POW2 + blocks, mask=is_block, other=0.0, cache_modifier=".cg"
+        ).to(tl.int32)
+        wanted = tl.load(state + TIES).to(tl.int32)
+        left = tl.maximum(wanted - (tl.cumsum(ties, 0) - ties), 0)
+        kept = tl.minimum(left, ties)
+        edge_weight = tl.exp(-edge)
+        masses = masses.to(tl.float64) + kept.to(tl.float64) * edge_weight.to(tl.float64)
+        target = uniform(longs_ptr, ints_ptr, slot) * tl.sum(masses, 0)
+        at, before = pick_block(masses, blocks, target)
+        left_here = tl.sum(tl.where(blocks == at, left, 0), 0)
+        ids = at * BLOCK + tl.arange(0, BLOCK)
+        scores = load_scores(
+            logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
+        )
+        y = distances(maximum, scores, temperature)
+        weights = tl.exp(-y)
+        is_tie = (y == edge) & (weights > 0)
+        is_kept = (y < edge) | (is_tie & (tl.cumsum(is_tie.to(tl.int32), 0) <= left_here))
+        is_kept = is_kept & (weights.to(tl.float64) >= min_p)
+        weights = tl.where(is_kept, weights, 0.0)
+        otherwise = tl.load(state + GREEDY_ID).to(tl.int32)
+        tl.store(ids_ptr + row, draw_inside(weights, ids, target - before, otherwise))

@@ -1,0 +1,160 @@
+"""What the sampling kernels are compiled as: Llama-3's vocabulary of 128256, with everything on."""
+
+from __future__ import annotations
+
+from compile_case import CompileCase
+
+SCORES = {
+    "logits_ptr": "*bf16",
+    "row_stride": "i32",
+    "adjusted_ptr": "*fp32",
+    "is_adjusted_ptr": "*i32",
+    "slots_ptr": "*i32",
+}
+PARAMETERS = {
+    "doubles_ptr": "*fp64",
+    "longs_ptr": "*i64",
+    "floats_ptr": "*fp32",
+    "ints_ptr": "*i32",
+}
+SEARCHED = {name: PARAMETERS[name] for name in ("doubles_ptr", "floats_ptr", "ints_ptr")}
+SCRATCH = {"partials_ptr": "*fp32", "state_ptr": "*fp64", "counters_ptr": "*i32"}
+BLOCKS = {"BLOCK": 4096, "NUM_BLOCKS": 32, "BLOCKS_POW2": 32, "PDL": True}
+NO_PDL = {"sm80": {"PDL": False}, "gfx942": {"PDL": False}}
+SAMPLING = "runtime.kernels.sampling"
+
+FLAGS = {"RANDOM": True, "FILTERED": True, "ADJUSTED": True}
+GREEDY = {
+    "RANDOM": False,
+    "FILTERED": False,
+    "ADJUSTED": False,
+    "adjusted_ptr": None,
+    "is_adjusted_ptr": None,
+    "state_ptr": None,
+}
+DRAW = {
+    **SCORES,
+    **PARAMETERS,
+    **SCRATCH,
+    "ids_ptr": "*i32",
+    "is_finite_ptr": "*u8",
+    "vocab": "i32",
+}
+
+
+def without(signature: dict[str, str], names: object) -> dict[str, str]:
+    return {name: kind for name, kind in signature.items() if name not in dict(names)}  # type: ignore[call-overload]
+
+
+COMPILE_CASES = [
+    CompileCase(
+        name="draw-greedy",
+        kernel=f"{SAMPLING}.kernel:draw_kernel",
+        signature=without(DRAW, GREEDY),
+        constexprs={**BLOCKS, **GREEDY},
+        overrides=NO_PDL,
+        aligned=("row_stride", "vocab"),
+    ),
+    CompileCase(
+        name="draw",
+        kernel=f"{SAMPLING}.kernel:draw_kernel",
+        signature=DRAW,
+        constexprs={**BLOCKS, **FLAGS},
+        overrides=NO_PDL,
+        aligned=("row_stride", "vocab"),
+    ),
+    CompileCase(
+        name="adjust",
+        kernel=f"{SAMPLING}.kernel:adjust_kernel",
+        signature={
+            **SCORES,
+            **SEARCHED,
+            "bias_ids_ptr": "*i32",
+            "bias_values_ptr": "*fp32",
+            "masked_ids_ptr": "*i32",
+            "counts_ptr": "*i16",
+            "prompt_mask_ptr": "*i32",
+            "vocab": "i32",
+            "num_words": "i32",
+        },
+        constexprs={
+            "BLOCK": 4096,
+            "NUM_BIASED": 300,
+            "NUM_MASKED": 8,
+            "LIST": 64,
+            "PENALIZED": True,
+            "BIASED": True,
+            "PDL": True,
+        },
+        overrides=NO_PDL,
+        aligned=("row_stride", "vocab"),
+    ),
+    CompileCase(
+        name="count",
+        kernel=f"{SAMPLING}.kernel:count_kernel",
+        signature={
+            "ids_ptr": "*i32",
+            "is_finite_ptr": "*u8",
+            "slots_ptr": "*i32",
+            "counts_ptr": "*i16",
+            "vocab": "i32",
+        },
+        constexprs={"PDL": True},
+        overrides=NO_PDL,
+        num_warps=1,
+    ),
+    CompileCase(
+        name="narrow",
+        kernel=f"{SAMPLING}.kernel_filter:narrow_kernel",
+        signature={**SCORES, **SEARCHED, **SCRATCH, "histograms_ptr": "*i32", "vocab": "i32"},
+        constexprs={**BLOCKS, "CAPACITY": 2048, "ADJUSTED": True},
+        overrides=NO_PDL,
+        aligned=("row_stride", "vocab"),
+    ),
+    CompileCase(
+        name="collect",
+        kernel=f"{SAMPLING}.kernel_filter:collect_kernel",
+        signature={
+            **SCORES,
+            **SEARCHED,
+            **SCRATCH,
+            "members_ptr": "*fp32",
+            "vocab": "i32",
+            "num_rows": "i32",
+        },
+        constexprs={**BLOCKS, "CAPACITY": 2048, "ADJUSTED": True},
+        overrides=NO_PDL,
+        aligned=("row_stride", "vocab"),
+    ),
+    CompileCase(
+        name="draw-kept",
+        kernel=f"{SAMPLING}.kernel_filter:draw_kept_kernel",
+        signature={**SCORES, **PARAMETERS, **SCRATCH, "ids_ptr": "*i32", "vocab": "i32"},
+        constexprs={**BLOCKS, "ADJUSTED": True},
+        overrides=NO_PDL,
+        aligned=("row_stride", "vocab"),
+    ),
+    CompileCase(
+        name="logprobs",
+        kernel=f"{SAMPLING}.kernel_logprobs:logprobs_kernel",
+        signature={
+            "logits_ptr": "*bf16",
+            "row_stride": "i32",
+            "slots_ptr": "*i32",
+            "ints_ptr": "*i32",
+            "ids_ptr": "*i32",
+            "partials_ptr": "*fp32",
+            "best_ptr": "*i64",
+            "counters_ptr": "*i32",
+            "chosen_ptr": "*fp32",
+            "ranks_ptr": "*i32",
+            "top_ids_ptr": "*i32",
+            "top_values_ptr": "*fp32",
+            "vocab": "i32",
+            "num_top": "i32",
+        },
+        constexprs={**BLOCKS, "TOP_POW2": 32, "BY_SLOT": True},
+        overrides=NO_PDL,
+        aligned=("row_stride", "vocab"),
+    ),
+]
