@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from math import exp, log, log1p
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.engine.logprobs import FLOOR, token_logprobs, top_ids
-from runtime.engine.sampler import SamplingRow, adjust, keep_likely, sample, uniform
+from runtime.engine.logprobs import FLOOR, token_logprobs
+from runtime.engine.sampler import SamplingRow, adjust, sample
+from runtime.kernels.sampling import reference
+from runtime.kernels.sampling.reference import top_ids, uniforms
 from runtime.request import SamplingParams
 
 
@@ -21,6 +24,15 @@ def row(num_generated: int = 0, seed: int = 1, **fields: object) -> SamplingRow:
     }
     return SamplingRow(
         params=SamplingParams(**fields), seed=seed, num_generated=num_generated, **history
+    )
+
+
+def keep_likely(scores_RV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    return reference.keep_likely(
+        scores_RV,
+        torch.tensor([p.top_k for p in params]),
+        torch.tensor([p.top_p for p in params], dtype=torch.float64),
+        torch.tensor([p.min_p for p in params], dtype=torch.float64),
     )
 
 
@@ -129,14 +141,36 @@ def test_rows_of_a_mixed_batch_do_not_touch_each_other() -> None:
     assert [sample(logits[i : i + 1], [rows[i]]).item() for i in range(7)] == together
 
 
+# Known answers of Philox4x32-10 from the Random123 distribution (kat_vectors).
+PHILOX = [
+    ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 2, (2**32 - 1,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0xA4093822, 0x299F31D0),
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "counter", "answer"), PHILOX)
+def test_philox_gives_its_known_answers(
+    key: tuple[int, ...], counter: tuple[int, ...], answer: tuple[int, ...]
+) -> None:
+    words = [[np.array([word], dtype=np.uint32) for word in group] for group in (key, counter)]
+    found = reference.philox4x32((words[0][0], words[0][1]), tuple(words[1]))
+    assert tuple(int(word[0]) for word in found) == answer
+
+
 def test_a_stream_depends_on_seed_and_place_only() -> None:
-    assert uniform(3, 9) == uniform(3, 9)
-    values = [
-        uniform(seed, place) for seed in (-(2**63), -1, 0, 1, 2**63 - 1) for place in range(400)
-    ]
+    seeds = np.repeat(np.array([-(2**63), -1, 0, 1, 2**63 - 1]), 400)
+    places = np.tile(np.arange(400), 5)
+    values = uniforms(seeds, places)
     assert len(set(values)) == len(values)
     assert all(0 < value < 1 for value in values)
-    assert abs(sum(values) / len(values) - 0.5) < 0.03
+    assert abs(values.mean() - 0.5) < 0.03
+    assert uniforms(seeds[777:778], places[777:778]) == values[777]
+    assert uniforms(np.zeros(1, np.int64), np.zeros(1, np.int64)) == (0x6627E8D5 + 0.5) / 2**32
 
 
 def test_draws_follow_the_distribution() -> None:
