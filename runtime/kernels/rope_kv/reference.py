@@ -29,7 +29,9 @@ def rope_kv_reference(
     All in float32 with one rounding at the end. Arguments as in `runtime.kernels.rope_kv.rope_kv`.
     """
     kv_heads = pool.shape[2]
-    q, k, v = heads_THD.float().split([num_heads, kv_heads, kv_heads], dim=1)
+    values_THD = heads_THD.float()
+    q, k = values_THD[:, :num_heads], values_THD[:, num_heads : num_heads + kv_heads]
+    v = values_THD[:, num_heads + kv_heads :]
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
     if table is not None:
