@@ -55,6 +55,7 @@ def load_decoder(
     device: torch.device | str,
     dtype: torch.dtype,
     options: KernelOptions | None = None,
+    num_positions: int | None = None,
     digests: Mapping[str, str] | None = None,
     progress: Callable[[LoadProgress], None] | None = None,
     is_streamed: bool | None = None,
@@ -62,7 +63,8 @@ def load_decoder(
     """The decoder of an opened artifact, computing in `dtype` on `device`.
 
     Weights are cast from the artifact's type to `dtype`; norm weights and scales are kept float32.
-    options: what packing needs beside the weights; None makes a workspace of its own. digests
+    options: what kernels need beside the weights; None makes a workspace of its own.
+    num_positions: the longest sequence that will be run; None takes the model's limit. digests
     (`Artifact.tensor_digests`): the sha256 that every tensor's bytes must have; None trusts them.
     progress is told after each layer. is_streamed: read ahead in threads; None does so on a GPU.
 
@@ -89,6 +91,8 @@ def load_decoder(
             final_norm=weights.norm(f"{checkpoint.prefix}norm"),
             head=weights.head(),
             kv_scales=kv_scales,
+            options=options,
+            num_positions=num_positions,
         )
         tensors.finish()
     if device.type == "cuda":
@@ -218,6 +222,7 @@ class _Weights:
             [self.tensors.get(f"{name}.bias") if has_bias else None for name in names],
             self._dtype,
             self._device,
+            self._options,
         )
 
     def _shard(self, module: str) -> QuantizedWeight | Tensor:
