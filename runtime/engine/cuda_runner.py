@@ -13,40 +13,33 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.engine.batch import Piece, Rows, plan_rows
-from runtime.engine.decode_state import (
-    BIASED,
-    FILTERED,
-    PENALIZED,
-    RANDOM,
-    REPORTED,
-    DecodeState,
-    features_of,
-)
+from runtime.engine.decode_state import DecodeState
 from runtime.engine.graphs import DecodeGraphs, graph_sizes
-from runtime.engine.memory import BYTES_PER_GRAPH
 from runtime.engine.model_runner import LOGIT_BYTES, DecoderLike, are_finite
+from runtime.engine.readiness import Readiness
 from runtime.engine.runner import StepResult
 from runtime.engine.scheduler import Schedule
 from runtime.engine.sequence import Sequence
-from runtime.engine.step_arrays import (
-    StepArrays,
-    block_tables,
-    split_pieces,
-    step_arrays,
-    to_inputs,
+from runtime.engine.span_forward import SpanForward
+from runtime.engine.step_cost import StepCost
+from runtime.engine.step_plan import (
+    FILTERED_DRAW,
+    NO_ROWS,
+    Kind,
+    Plan,
+    Planner,
+    RunnerLimits,
+    captured_kind,
+    padded,
 )
-from runtime.engine.step_cost import StepCost, measure
 from runtime.engine.step_results import PromptPart, Ticket, collected, tensors_of
 from runtime.engine.transfer import Download, Ints, upload, upload_into
 from runtime.kernels.decode_inputs import ROW_WIDTH, DecodeInputs, decode_inputs
@@ -55,52 +48,10 @@ from runtime.kernels.store_drawn import store_drawn
 from runtime.kernels.workspace import Workspace
 from runtime.model.step import StepInputs
 
-FEWEST_TOKENS = 256  # prompts are not cut further than this where memory is short
 OUT_OF_MEMORY = (
     "the device ran out of memory while this request was computed; lower max_num_batched_tokens or "
     "gpu_memory_utilization"
 )
-PADDING = (0, -1, 0, 0, 0)  # a row of a decode step that stands for no sequence
-
-# Ways of drawing that are captured; None captures the logits alone, to be drawn from behind it.
-GREEDY = SamplingFeatures()
-FILTERED_DRAW = SamplingFeatures(any_random=True, any_filtered=True)
-Kind: TypeAlias = SamplingFeatures | None
-NO_ROWS: Ints = np.zeros((0, ROW_WIDTH), np.int32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerLimits:
-    """The largest step and sequence, in sequences and tokens; KV tokens per block."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-
-    @property
-    def num_columns(self) -> int:
-        return -(-self.max_model_len // self.block_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A schedule as the device needs it: rows of the decodes in front, then chunks.
-
-    sampling: whose tokens are drawn, in the order of rows; wanted: the same, in the schedule's.
-    traits: bits of decode_state. num_top: most alternatives asked for by a row that draws.
-    """
-
-    rows_D5: Ints
-    chunks: Seq[tuple[Sequence, int]]
-    sampling: Seq[Sequence]
-    wanted: Seq[Sequence]
-    traits: int
-    num_top: int
-
-    @property
-    def features(self) -> SamplingFeatures:
-        return features_of(self.traits, self.num_top)
 
 
 class CudaRunner:
@@ -120,11 +71,16 @@ class CudaRunner:
         """deterministic: a prompt's last token goes through the kernels of prompts, however it was
         cut. use_graphs: where there are kernels to capture."""
         self.decoder, self.block_size = decoder, limits.block_size
-        self._kv, self._limits, self._is_deterministic = kv, limits, deterministic
+        self._kv = kv
         device, num_rows = decoder.device, limits.max_num_seqs
         self._device, self._has_kernels = device, bool(getattr(decoder, "has_kernels", False))
         self._workspace = Workspace(device)
         self._state = DecodeState(num_rows, limits.num_columns, decoder.spec.vocab, device)
+        self._planner = Planner(self._state, limits.block_size, is_deterministic=deterministic)
+        self._spans = SpanForward(
+            decoder, kv, self._state.last_tokens_N, limits.block_size,
+            has_kernels=self._has_kernels,
+        )  # fmt: skip
         self._rows_S5 = torch.zeros(num_rows, ROW_WIDTH, dtype=torch.int32, device=device)
         self._inputs = DecodeInputs.empty(num_rows, limits.num_columns, device)
         self._out_S = torch.zeros(num_rows, dtype=torch.int32, device=device)
@@ -132,11 +88,10 @@ class CudaRunner:
         self._row_numbers_S = torch.arange(num_rows, device=device)
         self._seq_lens: tuple[int, ...] = ()
         self._logits_SV: Tensor | None = None
-        self._most_tokens: int | None = None
-        self.step_cost: StepCost | None = None
         self._graphs: DecodeGraphs | None = None
         if use_graphs and self._has_kernels:
             self._graphs = DecodeGraphs(graph_sizes(num_rows), self._decode_step, self._kept)
+        self._readiness = Readiness(self, limits, device, self._graphs)
 
     @property
     def rows_per_slice(self) -> int:
@@ -148,7 +103,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> Ticket:
-        plan = self._plan(schedule)
+        plan = self._planner.plan(schedule)
         try:
             self._state.flush()
             return self._launch_chunks(plan) if plan.chunks else self._launch_decodes(plan)
@@ -169,7 +124,7 @@ class CudaRunner:
     @torch.inference_mode()
     def forward(self, pieces: Seq[Piece]) -> Tensor:
         """Hidden states [R, hidden] of the wanted rows; the pieces' KV is written."""
-        return self._forward(NO_ROWS, pieces, upload(block_tables(pieces), self._device))
+        return self._spans.pieces(pieces)
 
     @torch.inference_mode()
     def logits(self, hidden_RH: Tensor) -> Tensor:
@@ -178,157 +133,37 @@ class CudaRunner:
 
     @torch.inference_mode()
     def run_worst_step(self) -> int:
-        """Run the largest steps on nothing, so that their memory and kernels are there.
-
-        The KV cache may have a single block: its content means nothing afterwards. Returns the
-        bytes that graphs of this runner will take, if all are captured.
-        """
-        num_rows = self._limits.max_num_seqs
-        logits_RV = self._run_blank_prompt(self._limits.max_num_batched_tokens, num_rows)
-        rare = self._rare_scratch(logits_RV)
-        nobody_R = torch.full((len(logits_RV),), -1, dtype=torch.int32, device=self._device)
-        self._draw(logits_RV, nobody_R, FILTERED_DRAW, torch.empty_like(nobody_R))
-        del logits_RV, rare
-        for kind in (GREEDY, FILTERED_DRAW):
-            self._run_padding(num_rows, kind)
-        return self._graph_bytes()
+        """See `Readiness.run_worst_step`; needs no more than one block of KV."""
+        return self._readiness.run_worst_step()
 
     @torch.inference_mode()
     def make_ready(self) -> bool:
         """Do one piece of what makes later steps quick; False once there is nothing left to do.
 
-        Takes tens of milliseconds, some tenths of a second for the last one, which measures
-        `step_cost`. Steps may be in flight.
+        For idle moments; steps may be in flight.
         """
-        for kind in (GREEDY, FILTERED_DRAW):
-            missing = self._graphs.missing(kind) if self._graphs is not None else []
-            if missing:
-                self._run_padding(missing[0], kind)
-                return True
-        if self.step_cost is None and self._has_kernels:
-            self.step_cost = self._measured_cost()
-        return False
+        return self._readiness.proceed()
 
-    def _measured_cost(self) -> StepCost:
-        limits = self._limits
-        rows = [size for size in (1, 8, 16, 32, 64, 128, 256, 512) if size < limits.max_num_seqs]
-        tokens = [n for n in (256, 1024, 4096) if n < limits.max_num_batched_tokens]
-        return StepCost(
-            decode=measure([*rows, limits.max_num_seqs], self._decode_s, 0.3),
-            prefill=measure(
-                [*tokens, limits.max_num_batched_tokens], self._prefill_s, budget_s=0.4
-            ),
-        )
+    @property
+    def step_cost(self) -> StepCost | None:
+        """What steps cost here; None until `make_ready` has measured it."""
+        return self._readiness.step_cost
 
-    def _decode_s(self, num_rows: int) -> float:
-        size = num_rows if self._graphs is None else self._graphs.size_for(num_rows)
-        return self._seconds(lambda: self._run_padding(size, GREEDY))
+    def run_padding(self, num_rows: int, kind: Kind) -> None:
+        self._run_decodes(padded(NO_ROWS, num_rows), kind)
 
-    def _prefill_s(self, num_tokens: int) -> float:
-        return self._seconds(lambda: self._run_blank_prompt(num_tokens, 1))
-
-    def _seconds(self, work: Callable[[], object]) -> float:
-        torch.cuda.synchronize(self._device)
-        began = perf_counter()
-        work()
-        torch.cuda.synchronize(self._device)
-        return perf_counter() - began
-
-    def _run_blank_prompt(self, num_tokens: int, num_rows: int) -> Tensor:
-        """Logits [num_rows, vocab] of a prompt of zeros whose KV is written nowhere."""
-        first = num_tokens - min(num_rows, num_tokens)
-        num_blocks = -(-num_tokens // self.block_size)
-        piece = Piece(
-            tokens=[0] * num_tokens, start=0, block_ids=[0] * num_blocks,
-            wanted=range(first, num_tokens),
-        )  # fmt: skip
-        arrays = step_arrays(NO_ROWS, [piece], self.block_size)
-        arrays = replace(arrays, kv_slots_T=np.full_like(arrays.kv_slots_T, -1))
-        tables_SB = upload(block_tables([piece]), self._device)
-        return self.decoder.logits(self._forward_arrays(arrays, tables_SB))
-
-    def _rare_scratch(self, logits_RV: Tensor) -> list[Tensor]:
-        """What penalties, biases and log-probs need beside logits: tensors of their sizes.
-
-        A history for every slot, adjusted logits, and the buffer that graphs leave logits in.
-        """
-        num_rows, vocab = self._limits.max_num_seqs, self.decoder.spec.vocab
-        history = logits_RV.new_empty(num_rows, vocab, dtype=torch.int16)
-        mask = logits_RV.new_empty(num_rows, -(-vocab // 32), dtype=torch.int32)
-        adjusted = logits_RV.new_empty(num_rows, vocab, dtype=torch.float32)
-        return [history, mask, adjusted, logits_RV.new_empty(num_rows, vocab)]
-
-    def _run_padding(self, num_rows: int, kind: Kind) -> None:
-        """A decode step in which no row stands for a sequence; nothing is written for them."""
-        self._run_decodes(np.array([PADDING] * num_rows, np.int32), kind)
-
-    def _graph_bytes(self) -> int:
-        """The activations of one decode step of the largest size, and each graph's own."""
-        if self._graphs is None or self._device.type != "cuda":
-            return 0
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        self._decode_step(self._limits.max_num_seqs, GREEDY)
-        activations = torch.cuda.max_memory_allocated(self._device) - before
-        return activations + 2 * len(self._graphs.sizes) * BYTES_PER_GRAPH
-
-    def _plan(self, schedule: Schedule) -> Plan:
-        """Sort a schedule into decodes and chunks, and bring the slots' host side up to date."""
-        state = self._state
-        decodes, chunks, drawing = self._sorted(schedule)
-        rows: list[int] = []
-        traits, num_top = 0, 0
-        for sequence in decodes:
-            position = sequence.num_computed
-            column = position // self.block_size
-            slot = state.slot(sequence) if chunks else state.decoding_slot(sequence, column)
-            num_generated = len(sequence.tokens) - sequence.num_prompt
-            traits |= slot.traits | BIASED * (num_generated < slot.num_masked_steps)
-            num_top = max(num_top, slot.num_logprobs)
-            rows += (slot.index, position, sequence.block_ids[column], sequence.tokens[position],
-                     num_generated)  # fmt: skip
-        for sequence, _ in chunks:
-            slot = state.slot(sequence)
-            traits |= slot.traits | BIASED * (sequence.num_generated < slot.num_masked_steps)
-            num_top = max(num_top, slot.num_logprobs)
-        return Plan(
-            rows_D5=np.array(rows, np.int32).reshape(-1, ROW_WIDTH),
-            chunks=chunks,
-            sampling=[*decodes, *drawing],
-            wanted=schedule.sampling,
-            traits=traits,
-            num_top=num_top,
-        )
-
-    def _sorted(
-        self, schedule: Schedule
-    ) -> tuple[list[Sequence], list[tuple[Sequence, int]], list[Sequence]]:
-        """Decodes: those that draw from one token; chunks: all others; the chunks that draw."""
-        decodes: list[Sequence] = []
-        chunks: list[tuple[Sequence, int]] = []
-        drawing: list[Sequence] = []
-        draws = iter(schedule.sampling)
-        next_draw = next(draws, None)
-        for sequence, num_tokens in schedule.spans.items():
-            is_drawing = sequence is next_draw
-            if is_drawing:
-                next_draw = next(draws, None)
-            is_prompt = self._is_deterministic and sequence.num_computed < sequence.num_prompt
-            if num_tokens == 1 and is_drawing and not is_prompt:
-                decodes.append(sequence)
-                continue
-            chunks.append((sequence, num_tokens))
-            if is_drawing:
-                drawing.append(sequence)
-        return decodes, chunks, drawing
+    def blank_prompt(self, num_tokens: int, num_rows: int, *, draw: bool) -> Tensor:
+        logits_RV = self.decoder.logits(self._spans.blank(num_tokens, num_rows))
+        if draw:
+            nobody_R = torch.full((len(logits_RV),), -1, dtype=torch.int32, device=self._device)
+            self._draw(logits_RV, nobody_R, FILTERED_DRAW, torch.empty_like(nobody_R))
+        return logits_RV
 
     def _launch_decodes(self, plan: Plan) -> Ticket:
         num_rows = len(plan.rows_D5)
         kind = captured_kind(plan.traits)
         size = self._graphs.size_for(num_rows) if self._graphs is not None else num_rows
-        padding = np.array([PADDING] * (size - num_rows), np.int32).reshape(-1, ROW_WIDTH)
-        self._run_decodes(np.concatenate([plan.rows_D5, padding]), kind)
+        self._run_decodes(padded(plan.rows_D5, size), kind)
         out_R, logprobs = self._out_S[:num_rows], None
         if kind is None:
             assert self._logits_SV is not None
@@ -397,9 +232,8 @@ class CudaRunner:
         if num_decodes:
             longest = max(longest, int(plan.rows_D5[:, 1].max()) // self.block_size + 1)
         sent_S = upload(np.array(slots_S, np.int32), self._device)
-        hidden_RH = self._forward(
-            plan.rows_D5, pieces, self._state.tables_NB[:, :longest][sent_S.long()]
-        )
+        tables_SB = self._state.tables_NB[:, :longest][sent_S.long()]
+        hidden_RH = self._spans.run(plan.rows_D5, pieces, tables_SB)
         parts, tensors = self._score_prompts(hidden_RH[num_decodes:], rows)
         drawn_from = [*range(num_decodes), *(num_decodes + row for _, row in rows.sampling)]
         out_R, logprobs = self._draw_rows(hidden_RH, drawn_from, plan)
@@ -467,47 +301,3 @@ class CudaRunner:
             reports=asked,
             prompts=parts,
         )
-
-    def _forward(self, rows_D5: Ints, pieces: Seq[Piece], tables_SB: Tensor) -> Tensor:
-        """Hidden states of the wanted rows: in one pass, or in several where memory is short."""
-        num_tokens = len(rows_D5) + sum(len(piece.tokens) for piece in pieces)
-        while True:
-            limit = self._most_tokens
-            try:
-                if limit is None or num_tokens <= limit:
-                    return self._forward_once(rows_D5, pieces, tables_SB)
-                return self._forward_in_parts(rows_D5, pieces, tables_SB, limit)
-            except torch.OutOfMemoryError:
-                smaller = max(min(limit or num_tokens, num_tokens) // 2, FEWEST_TOKENS)
-                if smaller == limit or smaller >= num_tokens:
-                    raise
-                self._most_tokens = smaller
-            torch.cuda.empty_cache()
-
-    def _forward_in_parts(
-        self, rows_D5: Ints, pieces: Seq[Piece], tables_SB: Tensor, limit: int
-    ) -> Tensor:
-        num_decodes = len(rows_D5)
-        hidden = []
-        if num_decodes:
-            hidden.append(self._forward_once(rows_D5, [], tables_SB[:num_decodes]))
-        for row, piece in enumerate(pieces, start=num_decodes):
-            for part in split_pieces([piece], limit):
-                hidden.append(self._forward_once(NO_ROWS, [part], tables_SB[row : row + 1]))
-        return torch.cat(hidden)
-
-    def _forward_once(self, rows_D5: Ints, pieces: Seq[Piece], tables_SB: Tensor) -> Tensor:
-        return self._forward_arrays(step_arrays(rows_D5, pieces, self.block_size), tables_SB)
-
-    def _forward_arrays(self, arrays: StepArrays, tables_SB: Tensor) -> Tensor:
-        inputs = to_inputs(
-            arrays, tables_SB, self._state.last_tokens_N, has_kernels=self._has_kernels
-        )
-        return self.decoder.forward(inputs, self._kv)
-
-
-def captured_kind(traits: int) -> Kind:
-    """The captured way of drawing that serves rows with these traits; None if none does."""
-    if traits & (PENALIZED | BIASED | REPORTED):
-        return None
-    return FILTERED_DRAW if traits & (RANDOM | FILTERED) else GREEDY

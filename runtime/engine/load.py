@@ -16,7 +16,7 @@ from quant.artifact.errors import ArtifactError
 from quant.artifact.probe import ProbeRecord, compare, expected_entries
 from runtime.config import ConfigError, EngineConfig, ResolvedConfig
 from runtime.engine.batch import Piece
-from runtime.engine.cuda_runner import CudaRunner, RunnerLimits
+from runtime.engine.cuda_runner import CudaRunner
 from runtime.engine.end_of_text import end_of_text_ids
 from runtime.engine.memory import available_host_bytes, cuda_pool
 from runtime.engine.model_runner import ModelRunner
@@ -31,6 +31,7 @@ from runtime.engine.resolve import (
 )
 from runtime.engine.runner import Runner
 from runtime.engine.startup import Startup, StartupClock
+from runtime.engine.step_plan import RunnerLimits
 from runtime.kernels.backend import uses_triton
 from runtime.kernels.workspace import KernelOptions, Workspace
 from runtime.model.decoder import Decoder

@@ -30,9 +30,10 @@ from scripted_engine import (
 from test_engine_cases import SMALL, mixed_requests, same, say
 
 from runtime.config import EngineConfig
-from runtime.engine.cuda_runner import CudaRunner, RunnerLimits
+from runtime.engine.cuda_runner import CudaRunner
 from runtime.engine.engine import Engine
 from runtime.engine.score import ScoreItem
+from runtime.engine.step_plan import RunnerLimits
 from runtime.model.kv_cache import KVCache
 from runtime.model.step import StepInputs
 from runtime.request import Completion, FinishReason, Request, SamplingParams

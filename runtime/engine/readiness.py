@@ -1,0 +1,127 @@
+"""What makes later steps quick and sure: memory and kernels of the worst step, graphs, step costs.
+
+Runs steps that stand for no sequence; they write no KV and draw for nobody, so that they may be put
+between others.
+
+Shape legend: R rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.engine.graphs import DecodeGraphs
+from runtime.engine.memory import BYTES_PER_GRAPH
+from runtime.engine.step_cost import StepCost, measure
+from runtime.engine.step_plan import FILTERED_DRAW, GREEDY, Kind, RunnerLimits
+
+CAPTURED = (GREEDY, FILTERED_DRAW)
+
+
+class BlankSteps(Protocol):
+    """Steps without sequences, as a runner offers them."""
+
+    def run_padding(self, num_rows: int, kind: Kind) -> None:
+        """A decode step of padding rows; through a graph where there is one."""
+        ...
+
+    def blank_prompt(self, num_tokens: int, num_rows: int, *, draw: bool) -> Tensor:
+        """Logits [num_rows, vocab] of a prompt written nowhere, drawn from if `draw`."""
+        ...
+
+
+class Readiness:
+    """The dry runs of one runner. step_cost: None until `proceed` has come to measure it."""
+
+    def __init__(
+        self,
+        steps: BlankSteps,
+        limits: RunnerLimits,
+        device: torch.device,
+        graphs: DecodeGraphs | None,
+    ) -> None:
+        self._steps, self._limits, self._device, self._graphs = steps, limits, device, graphs
+        self.step_cost: StepCost | None = None
+
+    def run_worst_step(self) -> int:
+        """Run the largest steps, so that their memory and kernels are there.
+
+        Returns the bytes that graphs will take, if all are captured.
+        """
+        limits = self._limits
+        logits_RV = self._steps.blank_prompt(
+            limits.max_num_batched_tokens, limits.max_num_seqs, draw=False
+        )
+        rare = _rare_scratch(logits_RV, limits.max_num_seqs)
+        del logits_RV, rare
+        self._steps.blank_prompt(limits.max_num_batched_tokens, limits.max_num_seqs, draw=True)
+        for kind in CAPTURED:
+            self._steps.run_padding(limits.max_num_seqs, kind)
+        return self._graph_bytes()
+
+    def proceed(self) -> bool:
+        """Do one piece of what is left; False once nothing is.
+
+        Takes tens of milliseconds, some tenths of a second for the last piece, which measures.
+        """
+        for kind in CAPTURED:
+            missing = self._graphs.missing(kind) if self._graphs is not None else []
+            if missing:
+                self._steps.run_padding(missing[0], kind)
+                return True
+        if self.step_cost is None and self._device.type == "cuda":
+            self.step_cost = self._measured_cost()
+        return False
+
+    def _graph_bytes(self) -> int:
+        """The activations of one decode step of the largest size, and each graph's own."""
+        if self._graphs is None:
+            return 0
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        self._steps.run_padding(self._limits.max_num_seqs, GREEDY)
+        activations = torch.cuda.max_memory_allocated(self._device) - before
+        return activations + len(CAPTURED) * len(self._graphs.sizes) * BYTES_PER_GRAPH
+
+    def _measured_cost(self) -> StepCost:
+        limits = self._limits
+        rows = [size for size in (1, 8, 16, 32, 64, 128, 256, 512) if size < limits.max_num_seqs]
+        tokens = [n for n in (256, 1024, 4096) if n < limits.max_num_batched_tokens]
+        return StepCost(
+            decode=measure([*rows, limits.max_num_seqs], self._decode_s, budget_s=0.3),
+            prefill=measure(
+                [*tokens, limits.max_num_batched_tokens], self._prefill_s, budget_s=0.4
+            ),
+        )
+
+    def _decode_s(self, num_rows: int) -> float:
+        size = num_rows if self._graphs is None else self._graphs.size_for(num_rows)
+        return self._seconds(lambda: self._steps.run_padding(size, GREEDY))
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        return self._seconds(lambda: self._steps.blank_prompt(num_tokens, 1, draw=True))
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        torch.cuda.synchronize(self._device)
+        began = perf_counter()
+        work()
+        torch.cuda.synchronize(self._device)
+        return perf_counter() - began
+
+
+def _rare_scratch(logits_RV: Tensor, num_rows: int) -> list[Tensor]:
+    """What penalties, biases and log-probs need beside logits: tensors of their sizes.
+
+    A history for every slot, adjusted logits, and the buffer that graphs leave logits in.
+    """
+    vocab = logits_RV.shape[1]
+    history = logits_RV.new_empty(num_rows, vocab, dtype=torch.int16)
+    mask = logits_RV.new_empty(num_rows, -(-vocab // 32), dtype=torch.int32)
+    adjusted = logits_RV.new_empty(num_rows, vocab, dtype=torch.float32)
+    return [history, mask, adjusted, logits_RV.new_empty(num_rows, vocab)]
