@@ -34,7 +34,13 @@ def linear(
     pointers = {"x_ptr": half, "codes_ptr": "i16", "scale_ptr": half, "out_ptr": half}
     pointers |= {"zero_ptr": "u8"} if asymmetric else {}
     pointers |= {"partials_ptr": "fp32", "counters_ptr": "i32"}
-    numbers = ["M", "N", "K", "num_kb", *(["num_m_tiles"] if kernel == "tile_kernel" else [])]
+    numbers = [
+        "M",
+        "N",
+        "K",
+        "num_kb",
+        *(["num_m_tiles", "num_whole"] if kernel == "tile_kernel" else []),
+    ]
     return CompileCase(
         name=name,
         kernel=f"{MODULE}:{kernel}",

@@ -79,6 +79,7 @@ TILES = [
     (9, Tile(kernel="warp", block_m=16, block_n=32, num_warps=4, split_k=2)),
     (5, Tile(kernel="tile", block_m=16, block_n=64, split_k=2, scaling="sums")),
     (20, Tile(kernel="tile", block_m=16, block_n=64, scaling="centered")),
+    (55, Tile(kernel="tile", block_m=16, block_n=32, split_k=2, split_tail=True)),
     (35, Tile(kernel="tile", block_m=32, block_n=32, split_k=3, scaling="weights")),
 ]
 

@@ -186,7 +186,7 @@ def add_splits(acc, partials_ptr, counters_ptr, tile, split, SPLIT_K: tl.constex
     return acc, is_last
 
 
-@triton.jit(do_not_specialize=["M", "num_m_tiles"])
+@triton.jit(do_not_specialize=["M", "num_m_tiles", "num_whole"])
 def tile_kernel(
     x_ptr,
     codes_ptr,
@@ -201,6 +201,7 @@ def tile_kernel(
     K,
     num_kb,
     num_m_tiles,
+    num_whole,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -217,8 +218,9 @@ def tile_kernel(
 ):
     """A tile [BLOCK_N, BLOCK_M] of y.T over a part of K, all warps in step.
 
-    Grid: (tiles, M fastest so that neighbours share weights in L2; SPLIT_K). GROUPS: scales per
-    K-block, 0 for one per row. PREFETCH_KB: K-blocks asked into L2 before waiting for the inputs.
+    Grid: tiles, M fastest so that neighbours share weights in L2; tiles from `num_whole` on take
+    SPLIT_K programs each. GROUPS: scales per K-block, 0 for one per row. PREFETCH_KB: K-blocks
+    asked into L2 before waiting for the inputs.
     """
     if PDL:
         gdc_launch_dependents()
@@ -228,9 +230,17 @@ def tile_kernel(
     PER_BLOCK: tl.constexpr = GROUPS if GROUPS > 0 else 1
     PLANES: tl.constexpr = 4 // PER_BLOCK
     tile = tl.program_id(0)
-    split = tl.program_id(1)
-    kb_begin = split * num_kb // SPLIT_K
-    kb_end = (split + 1) * num_kb // SPLIT_K
+    split = 0
+    kb_begin = 0
+    kb_end = num_kb
+    late = tile - num_whole
+    if SPLIT_K > 1:  # noqa: SIM102 - the outer condition is decided when compiling
+        if late >= 0:
+            split = late % SPLIT_K
+            late = late // SPLIT_K
+            tile = num_whole + late
+            kb_begin = split * num_kb // SPLIT_K
+            kb_end = (split + 1) * num_kb // SPLIT_K
 
     rows = tile_rows(tile // num_m_tiles, N, BLOCK_N, ACT)
     m = (tile % num_m_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -313,12 +323,15 @@ def tile_kernel(
         acc -= offset_of(z[0], SYMMETRIC, EXCESS)[:, None] * sums
     if GROUPS == 0 and SCALING != "weights":
         acc *= s[0].to(tl.float32)[:, None]
+    n_tile = tile // num_m_tiles
     if SPLIT_K == 1:
-        write_tile(acc, bias_ptr, out_ptr, tile // num_m_tiles, rows, m, M, N, ACT)
+        write_tile(acc, bias_ptr, out_ptr, n_tile, rows, m, M, N, ACT)
     else:
-        acc, is_last = add_splits(acc, partials_ptr, counters_ptr, tile, split, SPLIT_K)
+        is_last = late < 0
+        if late >= 0:
+            acc, is_last = add_splits(acc, partials_ptr, counters_ptr, late, split, SPLIT_K)
         if is_last:
-            write_tile(acc, bias_ptr, out_ptr, tile // num_m_tiles, rows, m, M, N, ACT)
+            write_tile(acc, bias_ptr, out_ptr, n_tile, rows, m, M, N, ACT)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -21,6 +21,7 @@ class Tile:
         weight, then a library's product).
     scaling: where scales are applied ("tile" only): to "weights", or to sums of weights that are
         "centered" or whose excess is taken off by "sums" of inputs.
+    split_tail: only the tiles beyond the last full wave of programs are split ("tile" only).
     prefetch: K-blocks of a program's weights that are asked into L2 before it waits for inputs.
     """
 
@@ -31,6 +32,7 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 4
     scaling: Literal["sums", "centered", "weights"] = "sums"
+    split_tail: bool = False
     prefetch: int = 32
 
     def can_gate(self, out: int) -> bool:
