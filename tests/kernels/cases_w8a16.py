@@ -14,11 +14,10 @@ AMPERE = {"PDL": False, "PREFETCH": 0}
 def gemm(name: str, half: str, group: int, *, has_zeros: bool = False, **given: Any) -> CompileCase:
     launch = {key: given.pop(key) for key in ("num_warps", "num_stages") if key in given}
     constants: dict[str, Any] = {
-        "BLOCK_K": min(128, group or 128),
+        "BLOCK": 64 if group == 32 else 128,
         "SPLITS": 1,
         "GROUP": group,
         "PREFETCH": 1024,
-        "EVEN_K": True,
         "USE_PTX": True,
         "PDL": True,
         "bias_ptr": None,
@@ -30,7 +29,7 @@ def gemm(name: str, half: str, group: int, *, has_zeros: bool = False, **given: 
         constants["zero_ptr"] = None
     types = {
         "x_ptr": f"*{half}",
-        "w_ptr": "*i8",
+        "w_ptr": "*i16",
         "out_ptr": f"*{half}",
         "partials_ptr": "*fp32",
         "counters_ptr": "*i32",
@@ -45,7 +44,7 @@ def gemm(name: str, half: str, group: int, *, has_zeros: bool = False, **given: 
         constexprs=constants,
         overrides={"sm80": AMPERE, "gfx942": PORTABLE},
         aligned=("N", "K", "split_k"),
-        expects={"sm90": ("wgmma.mma_async", "prmt.b32")},
+        expects={"sm90": ("wgmma.mma_async", "lop3.b32")},
         **launch,
     )
 
@@ -56,7 +55,7 @@ def gemv(name: str, group: int) -> CompileCase:
         kernel=f"{MODULE}:gemv_w8a16",
         signature={
             "x_ptr": "*bf16",
-            "w_ptr": "*i8",
+            "w_ptr": "*i16",
             "out_ptr": "*bf16",
             "scale_ptr": "*bf16",
             "N": "i32",
@@ -65,12 +64,14 @@ def gemv(name: str, group: int) -> CompileCase:
         constexprs={
             "BLOCK_N": 4,
             "BLOCK_K": 4096,
+            "BLOCK": 128,
             "GROUP": group,
+            "USE_PTX": True,
             "PDL": True,
             "bias_ptr": None,
             "zero_ptr": None,
         },
-        overrides={"sm80": {"PDL": False}, "gfx942": {"PDL": False}},
+        overrides={"sm80": {"PDL": False}, "gfx942": {"PDL": False, "USE_PTX": False}},
         num_warps=8,
         aligned=("N", "K"),
     )
@@ -80,20 +81,20 @@ COMPILE_CASES = [
     gemm("channel-m16-split", "bf16", 0, BLOCK_N=64, BLOCK_M=16, SPLITS=4, num_stages=4),
     gemm("channel-m128", "bf16", 0, BLOCK_N=128, BLOCK_M=128, num_warps=8, num_stages=3),
     gemm("g128-asym", "bf16", 128, has_zeros=True, BLOCK_N=64, BLOCK_M=64, num_stages=3),
-    gemm("g32-fp16-ragged", "fp16", 32, BLOCK_N=64, BLOCK_M=32, EVEN_K=False, num_stages=4),
+    gemm("g32-fp16", "fp16", 32, BLOCK_N=64, BLOCK_M=32, num_stages=4),
     gemv("gemv-channel", 0),
     gemv("gemv-g128", 128),
     CompileCase(
         name="dequantize",
         kernel=f"{MODULE}:dequantize_w8a16",
         signature={
-            "w_ptr": "*i8",
+            "w_ptr": "*i16",
             "scale_ptr": "*bf16",
             "zero_ptr": "*i8",
             "out_ptr": "*bf16",
             "K": "i32",
         },
-        constexprs={"BLOCK_K": 1024, "GROUP": 64},
+        constexprs={"WORDS": 512, "BLOCK": 128, "GROUP": 64},
         aligned=("K",),
     ),
 ]

@@ -13,7 +13,6 @@ from quant.artifact.scheme import Scheme, WeightScheme, preset
 from runtime.kernels.backend import INTERPRETER
 from runtime.kernels.dense.product import Tile
 from runtime.kernels.w8a16 import can_pack_w8a16, pack_w8a16, unpack_w8a16
-from runtime.kernels.w8a16.choose import choose_tile
 from runtime.kernels.w8a16.reference import w8a16_reference
 from runtime.kernels.workspace import KernelOptions, Workspace
 
@@ -46,21 +45,21 @@ def quantized_weight(
     )
 
 
-def gemm(block_k: int, splits: int = 1) -> Tile:
-    return Tile(kernel="gemm", block_n=64, block_m=16, block_k=block_k, splits=splits)
+def gemm(splits: int = 1) -> Tile:
+    return Tile(kernel="gemm", block_n=64, block_m=16, splits=splits)
 
 
 @pytest.mark.parametrize(
     ("rows", "shape", "group", "symmetric", "tile"),
     [
-        (1, (63, 208), None, True, GEMV),
+        (1, (63, 224), None, True, GEMV),
         (1, (32, 192), 64, True, GEMV),
         (1, (33, 320), 32, False, GEMV),
-        (1, (63, 208), None, False, gemm(64)),
-        (5, (63, 208), None, True, gemm(64, splits=2)),
-        (19, (70, 192), 64, True, gemm(64, splits=3)),
-        (19, (70, 192), 64, False, gemm(32)),
-        (3, (16, 576), 32, False, gemm(32, splits=4)),
+        (1, (63, 224), None, False, gemm()),
+        (5, (63, 224), None, True, gemm(splits=2)),
+        (19, (70, 192), 64, True, gemm(splits=3)),
+        (19, (70, 192), 64, False, gemm()),
+        (3, (16, 576), 32, False, gemm(splits=4)),
     ],
 )
 def test_against_the_reference(
@@ -98,14 +97,3 @@ def test_what_can_be_packed() -> None:
         scale=torch.ones(8, 1),
     )
     assert not can_pack_w8a16(int4, torch.bfloat16)
-
-
-@pytest.mark.parametrize("group", [0, 32, 64, 128])
-@pytest.mark.parametrize("rows", [1, 2, 16, 64, 512])
-def test_blocks_do_not_straddle_groups(rows: int, group: int) -> None:
-    for deterministic in (False, True):
-        tile = choose_tile((rows, 4096, 4096), group, False, deterministic, INTERPRETER)
-        if group and tile.kernel == "gemm":
-            assert tile.block_k <= group
-        elif group:
-            assert tile.block_k % group == 0

@@ -17,6 +17,7 @@ def small_tile(
     The weights are read once, so what counts is that every multiprocessor has loads in flight: K is
     split until there are about two programs for each.
     """
+    num_rows = max(1, num_rows)
     block_m = max(16, min(128, 1 << (num_rows - 1).bit_length()))
     block_n = 64 if num_channels < 64 * SLOTS_PER_SM * target.num_sms else 128
     block_k = 256 // item_bytes if block_m <= 32 else 128 // item_bytes

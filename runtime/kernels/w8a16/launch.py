@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 from torch import Tensor
@@ -13,16 +11,14 @@ from runtime.kernels.dense.launch import PREFETCH_BYTES
 from runtime.kernels.dense.product import Tile
 from runtime.kernels.quantize.kernel import launch_options
 from runtime.kernels.w8a16.kernel import dequantize_w8a16, gemm_w8a16, gemv_w8a16
-
-if TYPE_CHECKING:
-    from runtime.kernels.w8a16 import W8A16Weight
+from runtime.kernels.w8a16.pack import W8A16Weight
 
 
 def launch(
     x_TK: Tensor, weight: W8A16Weight, bias_N: Tensor | None, tile: Tile, target: KernelTarget
 ) -> Tensor:
     """The product [T, out] by the kernel that `tile` names ("torch" is not one of them)."""
-    out = x_TK.new_empty(x_TK.shape[0], weight.codes_NK.shape[0])
+    out = x_TK.new_empty(x_TK.shape[0], weight.shape[0])
     if out.numel() == 0:
         return out
     run = launch_gemv if tile.kernel == "gemv" else launch_gemm
@@ -39,19 +35,21 @@ def launch_gemv(
     target: KernelTarget,
 ) -> None:
     assert x_TK.shape[0] == 1
-    num_channels, width = weight.codes_NK.shape
+    num_channels, width = weight.shape
     gemv_w8a16[(triton.cdiv(num_channels, tile.block_n),)](
         x_TK,
-        weight.codes_NK,
+        weight.words,
         out,
-        weight.scale_NG,
-        weight.zero_point_NG,
+        weight.scale,
+        weight.zero_point,
         bias_N,
         num_channels,
         width,
         BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
+        BLOCK_K=max(tile.block_k, weight.block),
+        BLOCK=weight.block,
         GROUP=weight.group,
+        USE_PTX=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
         **launch_options(target),
@@ -67,20 +65,20 @@ def launch_gemm(
     target: KernelTarget,
 ) -> None:
     num_rows = x_TK.shape[0]
-    num_channels, width = weight.codes_NK.shape
-    split_k = triton.cdiv(triton.cdiv(width, tile.block_k), tile.splits) * tile.block_k
+    num_channels, width = weight.shape
+    split_k = triton.cdiv(width // weight.block, tile.splits) * weight.block
     splits = triton.cdiv(width, split_k)
     num_tiles = triton.cdiv(num_channels, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
     workspace = weight.options.workspace
     size = splits * num_tiles * tile.block_n * tile.block_m
     gemm_w8a16[(num_tiles * splits,)](
         x_TK,
-        weight.codes_NK,
+        weight.words,
         out,
         workspace.partials(size) if splits > 1 else None,
         workspace.counters(num_tiles) if splits > 1 else None,
-        weight.scale_NG,
-        weight.zero_point_NG,
+        weight.scale,
+        weight.zero_point,
         bias_N,
         num_rows,
         num_channels,
@@ -88,11 +86,10 @@ def launch_gemm(
         split_k,
         BLOCK_N=tile.block_n,
         BLOCK_M=tile.block_m,
-        BLOCK_K=tile.block_k,
+        BLOCK=weight.block,
         SPLITS=splits,
         GROUP=weight.group,
         PREFETCH=PREFETCH_BYTES if num_rows <= 256 else 0,
-        EVEN_K=width % tile.block_k == 0,
         USE_PTX=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
@@ -103,16 +100,17 @@ def launch_gemm(
 
 def dequantize(weight: W8A16Weight) -> Tensor:
     """The weight [out, in] in the compute type."""
-    num_channels, width = weight.codes_NK.shape
-    out = torch.empty((num_channels, width), dtype=weight.dtype, device=weight.codes_NK.device)
-    block = 1024
-    dequantize_w8a16[(num_channels, triton.cdiv(width, block))](
-        weight.codes_NK,
-        weight.scale_NG,
-        weight.zero_point_NG,
+    num_channels, width = weight.shape
+    out = torch.empty((num_channels, width), dtype=weight.dtype, device=weight.words.device)
+    words = 512
+    dequantize_w8a16[(num_channels, triton.cdiv(width // 2, words))](
+        weight.words,
+        weight.scale,
+        weight.zero_point,
         out,
         width,
-        BLOCK_K=block,
+        WORDS=words,
+        BLOCK=weight.block,
         GROUP=weight.group,
         num_warps=4,
     )
