@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,9 @@ def spilled(cubin: bytes) -> int:
 def main() -> None:
     for case in importlib.import_module(sys.argv[1]).COMPILE_CASES:
         for target in case.targets:
+            began = time.perf_counter()
             result = {"name": case.name, "target": target, **compile_case(case, target)}
+            result["seconds"] = round(time.perf_counter() - began, 2)
             sys.stdout.write(json.dumps(result) + "\n")
             sys.stdout.flush()
 

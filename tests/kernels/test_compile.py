@@ -24,6 +24,10 @@ KERNELS = REPO / "runtime" / "kernels"
 # With xdist each worker compiles beside the others.
 PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else max(1, (os.cpu_count() or 1) // 2)
 
+# Shared memory that one program may have, in bytes (CUDA C++ Programming Guide, table of compute
+# capabilities; CDNA3: 64 KiB). What is over it compiles and cannot be launched.
+SHARED_BYTES = {"sm80": 163 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024, "gfx942": 64 * 1024}
+
 MODULES = sorted(path.stem for path in HERE.glob("cases_*.py"))
 CASES: list[tuple[str, CompileCase]] = [
     (module, case) for module in MODULES for case in importlib.import_module(module).COMPILE_CASES
@@ -71,6 +75,7 @@ def test_compiles(module: str, case: CompileCase, compiled: Mapping[str, Future[
         assert result is not None, f"{target}: {module} has this name twice, or the worker stopped"
         assert result["error"] is None, f"{target}: {result['error']}"
         assert not result["missing"], f"{target}: the assembly lacks {result['missing']}"
+        assert result["shared_bytes"] <= SHARED_BYTES[target], f"{target}: too much shared memory"
         assert result["spill_bytes"] <= case.max_spill_bytes, (
             f"{target}: {result['spill_bytes']} bytes per thread spilled, "
             f"{case.max_spill_bytes} allowed; take a smaller tile or more warps"
