@@ -213,6 +213,21 @@ def test_the_victim_is_of_lowest_priority_then_has_generated_least() -> None:
     world.drain()
 
 
+def test_who_only_waits_for_a_token_in_flight_is_preempted_first() -> None:
+    """It loses nothing: its last step was launched, and needs no block afterwards."""
+    world = World(num_blocks=9, budget=64, max_num_seqs=4, caching=False, lag=3)
+    growing = world.add(prompt(1, 29), 40, priority=1)
+    over = world.add(prompt(2, 31), 3, priority=-1)
+    for _ in range(5):
+        world.step()
+    assert world.scheduler.preemptions_total == 1
+    assert over.status is Status.WAITING
+    assert growing.status is Status.RUNNING
+    world.drain()
+    assert over.num_generated == 3
+    assert world.scheduler.preemptions_total == 1
+
+
 def test_lower_priority_numbers_start_first() -> None:
     world = World(max_num_seqs=1)
     world.add(prompt(1, 4), 3)
