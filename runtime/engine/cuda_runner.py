@@ -149,8 +149,18 @@ class CudaRunner:
         """What steps cost here; None until `make_ready` has measured it."""
         return self._readiness.step_cost
 
+    @torch.inference_mode()
+    def compile_ahead(self) -> None:
+        """See `Readiness.compile_ahead`."""
+        if self._has_kernels:
+            self._readiness.compile_ahead()
+
     def run_padding(self, num_rows: int, kind: Kind) -> None:
         self._run_decodes(padded(NO_ROWS, num_rows), kind)
+
+    def blank_decode(self, num_rows: int, kind: Kind) -> None:
+        upload_into(self._rows_S5[:num_rows], padded(NO_ROWS, num_rows))
+        self._decode_step(num_rows, kind)
 
     def blank_prompt(self, num_tokens: int, num_rows: int, *, draw: bool) -> Tensor:
         logits_RV = self.decoder.logits(self._spans.blank(num_tokens, num_rows))

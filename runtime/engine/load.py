@@ -82,11 +82,16 @@ def load(path: Path, config: EngineConfig) -> Loaded:
         digests=artifact.tensor_digests() if config.verify == "full" else None,
     )
     clock.lap("weights")
+    facts = _model_facts(artifact, decoder.spec, numerics, config)
+    sizing = _sizing_runner(decoder, numerics, facts, config)
+    if sizing is not None:
+        sizing.compile_ahead()
+    clock.lap("compile")
     if config.probe and artifact.manifest.probe is not None:
         check_probe(decoder, artifact, artifact.manifest.probe, numerics, config.block_size)
     clock.lap("probe")
-    facts = _model_facts(artifact, decoder.spec, numerics, config)
-    resolved = resolve(config, numerics, facts, _pool_facts(decoder, numerics, facts, config))
+    resolved = resolve(config, numerics, facts, _pool_facts(sizing, facts, config))
+    del sizing
     kv = _allocated(decoder, resolved)
     runner = make_runner(decoder, kv, resolved)
     clock.lap("pool")
@@ -218,12 +223,12 @@ def _scratch_runner(
     return CudaRunner(decoder, kv, limits, use_graphs=False)
 
 
-def _pool_facts(
+def _sizing_runner(
     decoder: Decoder, numerics: Numerics, model: ModelFacts, config: EngineConfig
-) -> PoolFacts:
-    """A GPU's pool is what the worst step leaves; that step also makes its kernels ready."""
+) -> CudaRunner | None:
+    """A runner as large as the one that will serve, with a single block of KV; None on a CPU."""
     if decoder.device.type == "cpu":
-        return cpu_pool(available_host_bytes())
+        return None
     steps = step_limits(config, numerics.device)
     limits = RunnerLimits(
         max_num_seqs=steps.max_num_seqs,
@@ -232,7 +237,13 @@ def _pool_facts(
         block_size=config.block_size,
     )
     kv = make_cache(decoder, numerics.kv_cache_dtype, 1, config.block_size)
-    runner = CudaRunner(decoder, kv, limits, deterministic=config.deterministic)
-    facts = cuda_pool(runner.run_worst_step, decoder.device, config.gpu_memory_utilization)
+    return CudaRunner(decoder, kv, limits, deterministic=config.deterministic)
+
+
+def _pool_facts(sizing: CudaRunner | None, model: ModelFacts, config: EngineConfig) -> PoolFacts:
+    """A GPU's pool is what the worst step leaves; that step also makes its kernels ready."""
+    if sizing is None:
+        return cpu_pool(available_host_bytes())
+    facts = cuda_pool(sizing.run_worst_step, sizing.decoder.device, config.gpu_memory_utilization)
     # The pools hold one block more than they hand out.
     return replace(facts, pool_bytes=max(0, facts.pool_bytes - model.block_bytes))

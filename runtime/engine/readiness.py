@@ -8,6 +8,7 @@ Shape legend: R rows of logits, V vocabulary.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
@@ -19,6 +20,7 @@ from runtime.engine.graphs import DecodeGraphs
 from runtime.engine.memory import BYTES_PER_GRAPH
 from runtime.engine.step_cost import StepCost, measure
 from runtime.engine.step_plan import FILTERED_DRAW, GREEDY, Kind, RunnerLimits
+from runtime.kernels.compile_ahead import compiling_ahead
 
 CAPTURED = (GREEDY, FILTERED_DRAW)
 
@@ -28,6 +30,10 @@ class BlankSteps(Protocol):
 
     def run_padding(self, num_rows: int, kind: Kind) -> None:
         """A decode step of padding rows; through a graph where there is one."""
+        ...
+
+    def blank_decode(self, num_rows: int, kind: Kind) -> None:
+        """The same, never through a graph."""
         ...
 
     def blank_prompt(self, num_tokens: int, num_rows: int, *, draw: bool) -> Tensor:
@@ -48,6 +54,18 @@ class Readiness:
         self._steps, self._limits, self._device, self._graphs = steps, limits, device, graphs
         self.step_cost: StepCost | None = None
 
+    def compile_ahead(self) -> None:
+        """Compile what the first answers need, side by side: prompts of all lengths, decodes."""
+        limits = self._limits
+        tokens = {16, 64, 256, 1024, limits.max_num_batched_tokens}
+        with compiling_ahead(os.cpu_count() or 1):
+            for num_tokens in tokens:
+                num_rows = min(num_tokens, limits.max_num_seqs)
+                self._steps.blank_prompt(min(num_tokens, max(tokens)), num_rows, draw=True)
+            for size in self._graphs.sizes if self._graphs is not None else ():
+                self._steps.blank_decode(size, GREEDY)
+            self._steps.blank_decode(limits.max_num_seqs, FILTERED_DRAW)
+
     def run_worst_step(self) -> int:
         """Run the largest steps, so that their memory and kernels are there.
 
@@ -57,9 +75,13 @@ class Readiness:
         logits_RV = self._steps.blank_prompt(
             limits.max_num_batched_tokens, limits.max_num_seqs, draw=False
         )
-        rare = _rare_scratch(logits_RV, limits.max_num_seqs)
-        del logits_RV, rare
-        self._steps.blank_prompt(limits.max_num_batched_tokens, limits.max_num_seqs, draw=True)
+        rare = _rare_memory(logits_RV, limits.max_num_seqs)
+        del logits_RV
+        logits_RV = self._steps.blank_prompt(
+            limits.max_num_batched_tokens, limits.max_num_seqs, draw=True
+        )
+        adjusted = logits_RV.new_empty(limits.max_num_seqs, logits_RV.shape[1], dtype=torch.float32)
+        del logits_RV, rare, adjusted
         for kind in CAPTURED:
             self._steps.run_padding(limits.max_num_seqs, kind)
         return self._graph_bytes()
@@ -115,13 +137,12 @@ class Readiness:
         return perf_counter() - began
 
 
-def _rare_scratch(logits_RV: Tensor, num_rows: int) -> list[Tensor]:
-    """What penalties, biases and log-probs need beside logits: tensors of their sizes.
+def _rare_memory(logits_RV: Tensor, num_rows: int) -> list[Tensor]:
+    """What comes to stay once a request asks for penalties or log-probs: tensors of these sizes.
 
-    A history for every slot, adjusted logits, and the buffer that graphs leave logits in.
+    A history for every slot, and the buffer that graphs leave logits in.
     """
     vocab = logits_RV.shape[1]
-    history = logits_RV.new_empty(num_rows, vocab, dtype=torch.int16)
+    counts = logits_RV.new_empty(num_rows, vocab, dtype=torch.int16)
     mask = logits_RV.new_empty(num_rows, -(-vocab // 32), dtype=torch.int32)
-    adjusted = logits_RV.new_empty(num_rows, vocab, dtype=torch.float32)
-    return [history, mask, adjusted, logits_RV.new_empty(num_rows, vocab)]
+    return [counts, mask, logits_RV.new_empty(num_rows, vocab)]

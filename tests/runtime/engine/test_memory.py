@@ -58,6 +58,9 @@ class BlankSteps:
     def run_padding(self, num_rows: int, kind: Kind) -> None:
         self.decodes.append((num_rows, kind))
 
+    def blank_decode(self, num_rows: int, kind: Kind) -> None:
+        self.decodes.append((num_rows, kind))
+
     def blank_prompt(self, num_tokens: int, num_rows: int, *, draw: bool) -> torch.Tensor:
         self.prompts.append((num_tokens, num_rows, draw))
         return torch.zeros(num_rows, 32)
