@@ -184,7 +184,9 @@ def draw_kernel(
         return
     ids = block * BLOCK + tl.arange(0, BLOCK)
     scores = load_scores(logits_ptr, row_stride, None, None, row, ids, vocab, ADJUSTED=False)
-    num_faults = tl.sum(((ids < vocab) & ((tl.abs(scores) < INFINITY) == 0)).to(tl.int32), 0)
+    is_finite_here = tl.abs(scores) < INFINITY
+    num_faults = tl.sum(tl.where((ids < vocab) & (is_finite_here == 0), 1, 0), 0)
+    scores = tl.where(is_finite_here, scores, -INFINITY)
     if ADJUSTED:
         scores = load_scores(
             logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED=True
