@@ -84,7 +84,7 @@ def decode(
         kernel="runtime.kernels.attention.decode_kernel:decode_kernel",
         signature={**DECODE_TYPES, "pool_ptr": DECODE_POOLS[kv]},
         constexprs=constants,
-        overrides=OTHER_CARDS,
+        overrides=FEWER_BITS if kv == "fp8" else OTHER_CARDS,
         aligned=("q_stride",),
         num_stages=3,
         **options,

@@ -267,10 +267,13 @@ def decode_kernel(
         if num_tiles > 0:
             k_scale = scale * LOG2_E
             v_scale = 1.0
-            if KV == "fp8":
-                # 256: what `split_pairs` leaves out.
-                k_scale *= 256.0 * tl.load(head_scales_ptr + head)
-                v_scale = 256.0 * tl.load(head_scales_ptr + KV_HEADS + head)
+            if KV == "fp8" or KV == "fp8_bits":
+                k_scale *= tl.load(head_scales_ptr + head)
+                v_scale = tl.load(head_scales_ptr + KV_HEADS + head)
+            if KV == "fp8_bits":
+                # What `split_pairs` leaves out.
+                k_scale *= 256.0
+                v_scale *= 256.0
             m_M, l_M, acc_MD = _attend_segment(
                 q_ptr + s.to(tl.int64) * q_stride, pool_ptr, token_scales_ptr,
                 tables_ptr + s.to(tl.int64) * table_stride, head, low_tile + tile, num_tiles,

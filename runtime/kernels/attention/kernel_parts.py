@@ -72,7 +72,7 @@ def split_pairs(pairs, KV: tl.constexpr, USE_PTX: tl.constexpr):
     """16-bit words of two 8-bit codes each -> two float16 tensors, of the low and the high bytes.
 
     Exact, and elementwise: a tile of words can be transposed on its way to the tensor cores as a
-    tile of bytes cannot. fp8 comes 2^8 too small (see `widen`).
+    tile of bytes cannot. `fp8_bits` comes 2^8 too small (see `widen`).
     """
     if KV == "int8":
         if USE_PTX:
@@ -98,6 +98,25 @@ def split_pairs(pairs, KV: tl.constexpr, USE_PTX: tl.constexpr):
             words = pairs.to(tl.int32)
             low, high = (words << 24) >> 24, (words << 16) >> 24
             return low.to(tl.float16), high.to(tl.float16)
+    elif KV == "fp8":
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 first, second;
+                .reg .b32 one, two;
+                mov.b32 {first, second}, $2;
+                cvt.rn.f16x2.e4m3x2 one, first;
+                cvt.rn.f16x2.e4m3x2 two, second;
+                prmt.b32 $0, one, two, 0x5410;
+                prmt.b32 $1, one, two, 0x7632;
+            }
+            """,
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     else:
         if USE_PTX:
             return tl.inline_asm_elementwise(

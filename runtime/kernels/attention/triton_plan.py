@@ -200,7 +200,6 @@ def _decode(
 
     batch, tile = plan.batch, plan.decode_tile
     constants = _common(q_THD, pool, plan)
-    constants["KV"] = constants["KV"].removesuffix("_bits")
     group, head_dim = constants["GROUP"], constants["HEAD_DIM"]
     values, sums, counters = _scratch(plan, group, head_dim)
     decode_kernel[(plan.num_programs,)](
