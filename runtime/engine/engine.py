@@ -30,6 +30,7 @@ from runtime.engine.runner import Runner, StepResult
 from runtime.engine.scheduler import Limits, Schedule, Scheduler
 from runtime.engine.score import Score, ScoreItem, score_items
 from runtime.engine.sequence import Sequence, Status
+from runtime.engine.step_cost import StepCost
 from runtime.engine.validation import Bounds, check_can_go_on, check_request, max_length
 from runtime.request import (
     Completion,
@@ -179,6 +180,18 @@ class Engine:
             steps_total=self._steps_total,
             step_s_total=self._step_s_total,
         )
+
+    def make_ready(self) -> bool:
+        """Do one piece of what makes later steps quick; False once there is nothing left to do.
+
+        For idle moments: a piece may take some tenths of a second.
+        """
+        return self.runner.make_ready()
+
+    @property
+    def step_cost(self) -> StepCost | None:
+        """What steps cost on this machine, once `make_ready` has measured it."""
+        return self.runner.step_cost
 
     def audit(self) -> None:
         """AssertionError unless every block is owned as often as it is counted, and every token

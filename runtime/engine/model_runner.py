@@ -19,6 +19,7 @@ from runtime.engine.runner import StepResult
 from runtime.engine.sampler import SamplingRow, sample
 from runtime.engine.scheduler import Schedule
 from runtime.engine.sequence import PENDING, Sequence
+from runtime.engine.step_cost import StepCost
 from runtime.model.step import StepInputs
 from runtime.request import TokenLogprobs
 
@@ -96,6 +97,14 @@ class ModelRunner:
 
     def abandon(self) -> None:
         """Nothing is in flight."""
+
+    def make_ready(self) -> bool:
+        """Nothing is captured, and a CPU shared with others is not worth measuring once."""
+        return False
+
+    @property
+    def step_cost(self) -> StepCost | None:
+        return None
 
     def _score_prompts(self, hidden_RH: torch.Tensor, rows: Rows, result: StepResult) -> None:
         for sequence, span, targets in rows.scoring:

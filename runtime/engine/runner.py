@@ -16,6 +16,7 @@ import torch
 from runtime.engine.batch import Piece
 from runtime.engine.scheduler import Schedule
 from runtime.engine.sequence import Sequence
+from runtime.engine.step_cost import StepCost
 from runtime.request import TokenLogprobs
 
 
@@ -77,6 +78,18 @@ class Runner(Protocol):
 
     def abandon(self) -> None:
         """Forget all tickets and all that is known of sequences: a launch or collect failed."""
+        ...
+
+    def make_ready(self) -> bool:
+        """Do one piece of what makes later steps quick; False once there is nothing left to do.
+
+        For moments without requests: a piece may take some tenths of a second.
+        """
+        ...
+
+    @property
+    def step_cost(self) -> StepCost | None:
+        """What steps cost on this machine, once `make_ready` has measured it."""
         ...
 
     def forward(self, pieces: Seq[Piece]) -> torch.Tensor: ...

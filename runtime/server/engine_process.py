@@ -35,6 +35,7 @@ class EngineLike(Protocol):
     def abort(self, request_id: str) -> None: ...
     def step(self) -> StepOutput: ...
     def stats(self) -> EngineStats: ...
+    def make_ready(self) -> bool: ...
 
 
 EngineFactory = Callable[[], tuple[EngineLike, dict[str, str]]]  # the engine and its numerics
@@ -67,13 +68,21 @@ def main(connection: Connection, factory: EngineFactory) -> None:
 
 
 def serve_commands(connection: Connection, engine: EngineLike) -> None:
-    """The loop: take all waiting commands (sleep only without work), step, send one message."""
+    """The loop: take all waiting commands (sleep only without work), step, send one message.
+
+    Idle moments after the first answer go into what makes later steps quick, piece by piece.
+    """
+    has_answered = False
     while True:
+        while has_answered and not engine.has_work and not connection.poll():
+            if not engine.make_ready():
+                break
         commands = _receive(connection, block=not engine.has_work)
         if any(c.shutdown for c in commands):
             return
         admitted, refused = _apply(engine, commands)
         output = engine.step() if engine.has_work else None
+        has_answered |= output is not None and not engine.has_work
         connection.send(
             StepMessage(stats=engine.stats(), output=output, admitted=admitted, refused=refused)
         )

@@ -75,6 +75,9 @@ class ScriptedEngine:
         self._live[request.id] = []
         self._requests[request.id] = request
 
+    def make_ready(self) -> bool:
+        return False
+
     def abort(self, request_id: str) -> None:
         self._live.pop(request_id, None)
         self._requests.pop(request_id, None)
