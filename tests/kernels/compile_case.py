@@ -38,6 +38,8 @@ class CompileCase:
         targets: what to compile for.
         num_warps, num_stages: launch options; `options` holds any other one, such as `num_ctas`
             or `maxnreg`. `launch_pdl` follows a true constant named PDL by itself.
+        target_options: by target, launch options that differ there (fewer stages on gfx942, whose
+            programs have 64 KiB of shared memory).
         aligned: integer arguments that are multiples of 16, as the launcher would see from their
             values. Pointers are aligned unless named in `unaligned`.
         expects: by target, text that must stand in the PTX (gfx942: in the AMDGCN), such as
@@ -54,6 +56,7 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 2
     options: Mapping[str, Any] = field(default_factory=dict)
+    target_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     aligned: tuple[str, ...] = ()
     unaligned: tuple[str, ...] = ()
     expects: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -65,6 +68,7 @@ class CompileCase:
     def options_for(self, target: str) -> dict[str, Any]:
         """Launch options; a kernel with PDL set is compiled as it would be launched."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
+        options |= self.target_options.get(target, {})
         if self.constants_for(target).get("PDL") and target.startswith("sm"):
             options["launch_pdl"] = True
         return options
