@@ -77,7 +77,7 @@ class Artifact:
                 f"{self.path}: {module}.weight_shape says {list(qw.shape)}, "
                 f"{MANIFEST_NAME} says {list(record.shape)}"
             )
-        if not bool(torch.isfinite(qw.scale).all() and (qw.scale > 0).all()):
+        if not bool((torch.isfinite(qw.scale) & (qw.scale > 0)).all()):
             raise IntegrityError(f"{self.path}: {module}.weight_scale has NaN, Inf or values <= 0")
         return qw
 

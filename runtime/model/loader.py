@@ -32,11 +32,10 @@ from runtime.model.tensor_stream import TensorStream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """`layers` of `num_layers` are packed; `waited_s` went into waiting for their bytes so far."""
+    """`layers` of `num_layers` are packed."""
 
     layers: int
     num_layers: int
-    waited_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,6 @@ class _Tensors:
     get: Callable[[str], Tensor]
     weight: Callable[[str], QuantizedWeight | Tensor]
     finish: Callable[[], None] = lambda: None
-    waited_s: Callable[[], float] = lambda: 0.0
 
 
 def load_decoder(
@@ -106,8 +104,7 @@ def _layers(
     for i in range(num_layers):
         yield weights.layer(i)
         if progress is not None:
-            waited_s = weights.tensors.waited_s()
-            progress(LoadProgress(layers=i + 1, num_layers=num_layers, waited_s=waited_s))
+            progress(LoadProgress(layers=i + 1, num_layers=num_layers))
 
 
 @contextmanager
@@ -133,7 +130,6 @@ def _tensors(
             get=stream.tensor,
             weight=partial(artifact.weight, read=stream.tensor),
             finish=stream.finish,
-            waited_s=lambda: stream.waited_s,
         )
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import cycle
 from queue import SimpleQueue
 from threading import local
-from time import perf_counter
 from typing import Any, Self
 
 import torch
@@ -29,9 +28,11 @@ from quant.artifact.errors import IntegrityError
 from quant.artifact.integrity import altered_tensor, refusal
 from quant.artifact.store import CheckpointReader, StoredTensor
 
-SLOT_BYTES = 4 << 20
+# Few threads with large slots: what Python does per slot, one thread at a time, decides how fast
+# bytes move, and hashing more tensors at once than there are whole cores slows the longest one.
+SLOT_BYTES = 8 << 20
 SLOTS_PER_THREAD = 2
-MAX_THREADS = 16
+MAX_THREADS = 8
 GROUPS_AHEAD = 3
 _cuda: Any = torch.cuda  # its classes have no annotations
 _RUN_BYTES = 16 << 20  # tensors are read one by one from this size on, smaller ones together
@@ -90,7 +91,6 @@ class TensorStream:
         self._begun = 0
         self._thread = local()
         self._files: dict[str, int] = {}
-        self.waited_s = 0.0
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -135,10 +135,8 @@ class TensorStream:
         futures = self._pending.pop(group, None)
         if futures is None:
             return
-        began = perf_counter()
         for future in futures:
             future.result()
-        self.waited_s += perf_counter() - began
         if self._copies is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._copies)
 
@@ -192,9 +190,10 @@ class TensorStream:
         return queue
 
     def _begin_thread(self, slots: SimpleQueue[list[_Slot]]) -> None:
+        """A thread's current stream is its own: from here on its copies go to the copy stream."""
         self._thread.slots = cycle(slots.get())
         if self._copies is not None:
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(self._copies)
 
     def _read(self, run: _Run, placed: Mapping[str, Tensor]) -> None:
         """Bring one run to its places and check it."""
@@ -207,7 +206,7 @@ class TensorStream:
             self._fill(slot.view[: stop - start], run.file, start)
             for name, at, here in _pieces(run, start, stop):
                 if name in placed:
-                    self._copy(placed[name][at], slot.memory[here])
+                    placed[name][at].copy_(slot.memory[here], non_blocking=True)
                 if name in hashes:
                     hashes[name].update(slot.view[here])
             slot.mark()
@@ -224,10 +223,6 @@ class TensorStream:
                     "read: it was changed; fetch or quantize the model again"
                 )
             done += count
-
-    def _copy(self, destination: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._copies):
-            destination.copy_(source, non_blocking=True)
 
     def _check(self, name: str, found: str) -> None:
         if found != self._digests[name]:
