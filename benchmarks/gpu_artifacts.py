@@ -69,7 +69,7 @@ def artifact_of(subject: Subject, folder: Path, device: str) -> Path:
     from benchmarks.synth import synthesize
 
     path = folder / subject.name
-    if path.is_dir():
+    if (path / "artifact.json").is_file():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     shape = subject.shape

@@ -9,7 +9,7 @@ all before it and its own end: the charges add up to the time in which the GPU w
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +57,10 @@ class Account:
 
 
 def read_trace(path: Path) -> tuple[list[Work], set[int]]:
-    """Device work of a chrome trace, and the correlation ids of its graph launches."""
+    """Device work of a chrome trace, and the correlation ids of its graph launches.
+
+    Any launch of more than one kernel is a graph's, whatever the call is named.
+    """
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     work = [
         Work(
@@ -69,8 +72,9 @@ def read_trace(path: Path) -> tuple[list[Work], set[int]]:
         for event in events
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event
     ]
-    graphs = {_correlation(event) for event in events if "GraphLaunch" in event.get("name", "")}
-    return work, graphs
+    named = {_correlation(event) for event in events if "GraphLaunch" in event.get("name", "")}
+    kernels = Counter(_correlation(event) for event in events if event.get("cat") == "kernel")
+    return work, named | {launch for launch, number in kernels.items() if number > 1} - {-1}
 
 
 def _correlation(event: dict[str, Any]) -> int:
