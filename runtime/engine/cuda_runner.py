@@ -71,7 +71,7 @@ class CudaRunner:
         """deterministic: a prompt's last token goes through the kernels of prompts, however it was
         cut. use_graphs: where there are kernels to capture."""
         self.decoder, self.block_size = decoder, limits.block_size
-        self._kv = kv
+        self._kv, self._limits = kv, limits
         device, num_rows = decoder.device, limits.max_num_seqs
         self._device, self._has_kernels = device, bool(getattr(decoder, "has_kernels", False))
         self._workspace = Workspace(device)
@@ -163,7 +163,9 @@ class CudaRunner:
         self._decode_step(num_rows, kind)
 
     def blank_prompt(self, num_tokens: int, num_rows: int, *, draw: bool) -> Tensor:
-        logits_RV = self.decoder.logits(self._spans.blank(num_tokens, num_rows))
+        logits_RV = self.decoder.logits(
+            self._spans.blank(num_tokens, num_rows, self._limits.max_model_len)
+        )
         if draw:
             nobody_R = torch.full((len(logits_RV),), -1, dtype=torch.int32, device=self._device)
             self._draw(logits_RV, nobody_R, FILTERED_DRAW, torch.empty_like(nobody_R))

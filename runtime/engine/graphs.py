@@ -74,6 +74,7 @@ class DecodeGraphs:
         return [size for size in reversed(self.sizes) if (size, kind) not in self._captured]
 
     def _try_capture(self, size: int, kind: Hashable) -> None:
+        torch.cuda.synchronize()  # a fault of the step itself shows here, not as a failed capture
         try:
             self._captured[size, kind] = (self._capture(size, kind), self._keep())
         except RuntimeError as error:  # torch's and CUDA's way to say that it cannot
@@ -88,7 +89,6 @@ class DecodeGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -47,17 +47,20 @@ class SpanForward:
         tables_SB = upload(block_tables(pieces), self._decoder.device)
         return self.run(NO_ROWS, pieces, tables_SB)
 
-    def blank(self, num_tokens: int, num_rows: int) -> Tensor:
-        """Hidden states of the last rows of a prompt of zeros whose KV is written nowhere."""
-        first = max(num_tokens - num_rows, 0)
-        num_blocks = -(-num_tokens // self._block_size)
-        piece = Piece(
-            tokens=[0] * num_tokens, start=0, block_ids=[0] * num_blocks,
-            wanted=range(first, num_tokens),
-        )  # fmt: skip
-        arrays = step_arrays(NO_ROWS, [piece], self._block_size)
+    def blank(self, num_tokens: int, num_rows: int, longest: int) -> Tensor:
+        """Hidden states [num_rows, hidden] of `num_tokens` zeros whose KV is written nowhere.
+
+        They are prompts of at most `longest` tokens; the last rows are wanted.
+        """
+        pieces: list[Piece] = []
+        for first in range(0, num_tokens, longest):
+            length = min(longest, num_tokens - first)
+            wanted = range(max(num_tokens - num_rows - first, 0), length)
+            blocks = [0] * -(-length // self._block_size)
+            pieces.append(Piece(tokens=[0] * length, start=0, block_ids=blocks, wanted=wanted))
+        arrays = step_arrays(NO_ROWS, pieces, self._block_size)
         arrays = replace(arrays, kv_slots_T=np.full_like(arrays.kv_slots_T, -1))
-        return self._pass(arrays, upload(block_tables([piece]), self._decoder.device))
+        return self._pass(arrays, upload(block_tables(pieces), self._decoder.device))
 
     def run(self, rows_D5: Ints, pieces: Seq[Piece], tables_SB: Tensor) -> Tensor:
         """Hidden states [R, hidden]: of each decode, then of the rows the pieces want."""

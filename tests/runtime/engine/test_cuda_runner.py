@@ -310,3 +310,21 @@ def test_scores_are_those_of_the_waiting_runner(
 def test_more_log_probs_than_are_common() -> None:
     asked = request("a", prompt_of(1, 20), logprobs=VOCAB, prompt_logprobs=VOCAB)
     assert replace(run(behind(), [asked])["a"], cached_tokens=0) == run(make_engine(), [asked])["a"]
+
+
+@pytest.mark.parametrize("num_tokens", [9, 128, 300])
+def test_blank_prompts_fit_the_context_and_write_nothing(num_tokens: int) -> None:
+    class Watching(ScriptedDecoder):
+        def forward(self, step: StepInputs, kv: Pool) -> torch.Tensor:
+            self.steps.append(step)
+            return torch.zeros(len(step.token_ids_T), VOCAB)[step.logit_rows_R]
+
+    decoder = Watching()
+    runner = behind(decoder, max_model_len=128).runner
+    assert isinstance(runner, CudaRunner)
+    assert runner.blank_prompt(num_tokens, 8, draw=True).shape == (8, VOCAB)
+    (step,) = decoder.steps
+    assert sum(step.query_lens) == num_tokens
+    assert max(step.seq_lens) <= 128
+    assert step.slots_T.tolist() == [-1] * num_tokens
+    assert step.logit_rows_R.tolist() == list(range(num_tokens - 8, num_tokens))
