@@ -1,4 +1,4 @@
-"""The engine: schedule, execute, collect. Knows no text and no HTTP."""
+"""The engine: schedule, launch, collect. Knows no text and no HTTP."""
 
 from __future__ import annotations
 

@@ -213,6 +213,22 @@ def test_the_victim_is_of_lowest_priority_then_has_generated_least() -> None:
     world.drain()
 
 
+def test_a_faulty_step_publishes_nothing_of_its_sequence() -> None:
+    world = World(budget=64, num_blocks=32)
+    good, faulty = world.add(prompt(1, 20), 2), world.add(prompt(2, 20), 2)
+    plan = world.scheduler.schedule()
+    world.scheduler.commit(plan)
+    found = [world.blocks.match(s.block_hashes) for s in (good, faulty)]
+    assert found == [[], []], "launched is not collected"
+    world.scheduler.collected(plan, {faulty})
+    assert len(world.blocks.match(good.block_hashes)) == 2
+    assert world.blocks.match(faulty.block_hashes) == []
+    world.scheduler.finish(faulty.id, tainted=True)
+    late = world.add(prompt(2, 20), 1)
+    good.resolve(5)
+    assert world.step().spans == {good: 1, late: 20}, "nobody waits for blocks that never come"
+
+
 def test_who_only_waits_for_a_token_in_flight_is_preempted_first() -> None:
     """It loses nothing: its last step was launched, and needs no block afterwards."""
     world = World(num_blocks=9, budget=64, max_num_seqs=4, caching=False, lag=3)
