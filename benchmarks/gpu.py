@@ -5,6 +5,7 @@
     python -m benchmarks.gpu --only start --schemes w4a16
     python -m benchmarks.gpu table                  the table of README's results, in Markdown
     python -m benchmarks.gpu table --into README.md the same, put between its markers there
+    python -m benchmarks.gpu bars                   where each bar stands; exit code 1 below a must
 
 Artifacts are random weights of the shape (benchmarks.synth), made below --artifacts where they are
 missing. Rows are appended to --out as they are measured, so a run cut short keeps what it has. The
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_artifacts import RECIPES, Subject, artifact_of
-from benchmarks.gpu_bars import BARS, BEGIN, END, render
+from benchmarks.gpu_bars import BARS, BEGIN, END, render, standing
 from benchmarks.gpu_profile import describe as describe_profile
 from benchmarks.gpu_rows import REPO, SUITES, append, origin, problems, read
 from benchmarks.gpu_rows import Subject as RowSubject
@@ -242,7 +243,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.gpu", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("action", nargs="?", default="run", choices=["run", "table"])
+    parser.add_argument("action", nargs="?", default="run", choices=["run", "table", "bars"])
     parser.add_argument("--only", type=_names(SUITES), default=SUITES, help=",".join(SUITES))
     parser.add_argument("--schemes", type=_names(RECIPES), default=("w4a16", "fp8", "w8a8"),
                         help=f"of {','.join(RECIPES)} (default: w4a16,fp8,w8a8)")  # fmt: skip
@@ -300,6 +301,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.action == "table":
         table(args.out, args.into)
         return 0
+    if args.action == "bars":
+        text, all_met = standing(read(args.out) if args.out.is_file() else [])
+        print(text)
+        return 0 if all_met else 1
     run = Run(args)
     for suite in args.only:
         RUNNERS[suite](run)

@@ -141,6 +141,25 @@ def render(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join([BEGIN, *lines, END]) + "\n"
 
 
+def standing(rows: Iterable[dict[str, Any]]) -> tuple[str, bool]:
+    """A line per bar for the terminal, how far the figure is from it; whether every must is met."""
+    lines, all_met = [], True
+    for bar, row in figures(rows):
+        if row is None:
+            lines.append(f"missing  {bar.label}: must {_number(bar.must)}")
+            all_met = False
+            continue
+        value, is_met = row["value"], bar.is_met(row["value"], bar.must)
+        all_met = all_met and is_met
+        state = "goal" if bar.is_met(value, bar.goal) else "must" if is_met else "below"
+        lines.append(
+            f"{state:<8} {bar.label}: {_number(value)}, {100 * (value / bar.must - 1):+.1f} % of "
+            f"must {_number(bar.must)}, {100 * (value / bar.goal - 1):+.1f} % of goal "
+            f"{_number(bar.goal)}"
+        )
+    return "\n".join(lines), all_met
+
+
 def _shown_value(bar: Bar, value: float) -> str:
     """Bold where the bar is met, a star more where the goal is."""
     shown = _number(value)

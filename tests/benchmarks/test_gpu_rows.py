@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_bars import BARS, BEGIN, END, figures, render
+from benchmarks.gpu_bars import BARS, BEGIN, END, Bar, figures, render, standing
 from benchmarks.gpu_rows import (
     REPO,
     Origin,
@@ -115,6 +115,32 @@ def test_the_table_has_a_line_per_bar() -> None:
     assert "| 400 | 500 | 262 | **420** |" in lines[3]
     assert "abc123" in lines[3]
     assert text.count("not measured") == len(BARS) - 1
+
+
+def test_standing_tells_what_is_below_or_missing() -> None:
+    text, all_met = standing([measured()])
+    lines = text.splitlines()
+    assert lines[0].startswith(
+        "must     decode, W4A16, batch 1, tok/s: 420, +5.0 % of must 400, -1"
+    )
+    assert sum(line.startswith("missing") for line in lines) == len(BARS) - 1
+    assert not all_met
+    best = [
+        row(
+            replace(SUBJECT, scheme=bar.scheme, kv_dtype=bar.kv_dtype, batch=bar.batch,
+                    extra={"lm_head": "bf16", "cache": bar.cache, **lengths(bar)}),
+            bar.metric, [bar.goal * (0.99 if bar.is_lower_better else 1)], H200,
+        )
+        for bar in BARS
+    ]  # fmt: skip
+    text, all_met = standing(best)
+    assert all_met
+    assert all(line.startswith("goal") for line in text.splitlines())
+
+
+def lengths(bar: Bar) -> dict[str, int]:
+    prompt = {"prefill_tok_s": (2048, 1), "ttft_ms": (2048, 1)}.get(bar.metric, (1024, 256))
+    return {"input": prompt[0], "output": prompt[1]}
 
 
 def test_the_table_goes_between_its_markers(
