@@ -7,7 +7,7 @@ from typing import Any
 from compile_case import CompileCase
 
 MODULE = "runtime.kernels.w4a16.kernel"
-PORTABLE = {"USE_PTX": False, "PDL": False, "PREFETCH_KB": 0}
+PORTABLE = {"USE_PTX": False, "PDL": False, "PREFETCH_KB": 0, "STAGES": 2}
 OVERRIDES = {"gfx942": PORTABLE, "sm80": {"PDL": False, "PREFETCH_KB": 0}}
 
 

@@ -22,7 +22,7 @@ from runtime.kernels.w4a16 import (
     w4a16_linear,
 )
 from runtime.kernels.w4a16.launch import dequantized, launch
-from runtime.kernels.w4a16.tile import Tile, choose
+from runtime.kernels.w4a16.tile import Tile, choose, num_whole_tiles, scratch_of
 from runtime.kernels.workspace import KernelOptions
 
 CPU = torch.device("cpu")
@@ -164,11 +164,23 @@ def test_a_choice_fits_any_problem(rows: int, out: int, blocks: int, on_h200: bo
     assert 1 <= tile.split_k <= max(1, blocks // 4)
 
 
-def test_deterministic_choice_ignores_the_number_of_rows() -> None:
+def test_deterministic_choice_varies_in_rows_only() -> None:
     chosen = {
-        choose(rows, (4096, 4096), 128, H200, deterministic=True) for rows in (1, 17, 300, 4097)
+        replace(choose(rows, (4096, 4096), 128, H200, deterministic=True), block_m=0)
+        for rows in (1, 17, 300, 4097)
     }
     assert len(chosen) == 1
+
+
+@given(st.integers(1, 1100), st.sampled_from([(6144, 4096), (576, 576), (4096, 14336)]))
+@settings(max_examples=100, deadline=None)
+def test_scratch_covers_every_number_of_rows(rows: int, shape: tuple[int, int]) -> None:
+    """What packing reserves is enough for any launch afterwards."""
+    reserved, _ = scratch_of(shape, 128, H200, False)
+    tile = choose(rows, shape, 128, H200)
+    tiles = -(-shape[0] // tile.block_n) * -(-rows // tile.block_m)
+    split = tiles - num_whole_tiles(tiles, H200.num_sms, tile)
+    assert tile.kernel == "dense" or split * tile.split_k * tile.block_m * tile.block_n <= reserved
 
 
 def test_cards_are_known_by_their_first_word() -> None:

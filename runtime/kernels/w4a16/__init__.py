@@ -30,9 +30,9 @@ __all__ = [
 def w4a16_linear(x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None = None) -> Tensor:
     """x_TK [T, in] in the weight's compute type -> [T, out] in the same, float32 sums.
 
-    Triton kernels by T on a GPU, the reference elsewhere and for float32. Capturable in a graph
-    once a call of the same T has grown the workspace. Same inputs, same bits; with
-    `options.deterministic` a row's bits do not depend on the other rows either.
+    Triton kernels by T on a GPU, the reference elsewhere and for float32. Capturable in a graph.
+    Same inputs, same bits; with `options.deterministic` a row's bits do not depend on the other
+    rows either.
     """
     tile = _tile(x_TK, weight)
     if tile is None:

@@ -84,6 +84,19 @@ def prefetch_l2(pointer, num_bytes):
 
 
 @triton.jit
+def touch(pointers):
+    """Ask what `pointers` point to into L1."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.uint64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def tile_rows(n_tile, N, BLOCK_N: tl.constexpr, ACT: tl.constexpr):
     """The weight rows [BLOCK_N] of a tile: consecutive, or where ACT is given half of them from
     each half of the weight (gate | up), so that partners meet in one program."""
@@ -280,6 +293,8 @@ def tile_kernel(
         ahead = tl.minimum(kb + 1, kb_end - 1)
         if GROUPS > 0 and SCALING == "weights":
             s = load_groups(scales, kb, PER_BLOCK, GROUPS, row_ok)
+            if USE_PTX and EVEN_N and PREFETCH_KB % 2 == 1:
+                touch(scales + tl.minimum(kb + 4, kb_end - 1) * (GROUPS * ROWS))
         next_s = s
         if GROUPS > 0 and SCALING != "weights":
             next_s = load_groups(scales, ahead, PER_BLOCK, GROUPS, row_ok)

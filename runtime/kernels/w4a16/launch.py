@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from runtime.kernels.backend import target_of
 from runtime.kernels.w4a16.pack import ROWS, W4A16Weight
-from runtime.kernels.w4a16.tile import Tile
+from runtime.kernels.w4a16.tile import Tile, num_whole_tiles
 
 
 def launch(
@@ -43,7 +43,7 @@ def _launch_tile(
     (num_rows, width), target = x_TK.shape, target_of(x_TK.device)
     m_tiles, n_tiles = -(-num_rows // tile.block_m), -(-weight.shape[0] // tile.block_n)
     tiles = m_tiles * n_tiles
-    whole = _num_whole(tiles, target.num_sms, tile)
+    whole = num_whole_tiles(tiles, target.num_sms, tile)
     partials, counters = _scratch(weight, tiles - whole, tile)
     tile_kernel[(whole + (tiles - whole) * tile.split_k,)](
         *(x_TK, weight.codes, weight.scale, weight.zero_point, bias, out_TN, partials, counters),
@@ -101,13 +101,6 @@ def _launch_warp(
         num_stages=tile.num_stages,
         **({"launch_pdl": True} if target.has_pdl else {}),
     )
-
-
-def _num_whole(tiles: int, num_sms: int, tile: Tile) -> int:
-    """How many of the tiles are not split: none, or with `split_tail` those of full waves."""
-    if tile.split_k == 1:
-        return tiles
-    return tiles // num_sms * num_sms if tile.split_tail else 0
 
 
 def _scratch(weight: W4A16Weight, tiles: int, tile: Tile) -> tuple[Tensor | None, Tensor | None]:

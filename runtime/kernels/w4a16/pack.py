@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from quant.artifact.layout import QuantizedWeight
+from runtime.kernels.backend import target_of, uses_triton
+from runtime.kernels.w4a16.tile import scratch_of
 from runtime.kernels.workspace import KernelOptions
 
 ROWS = 16
@@ -77,14 +79,16 @@ def can_pack_w4a16(weight: QuantizedWeight) -> bool:
 def pack_w4a16(
     weight: QuantizedWeight, dtype: torch.dtype, device: torch.device, options: KernelOptions
 ) -> W4A16Weight:
-    """Repack `weight` on its way to `device`: the work is done there, in a few passes.
+    """Repack `weight` on its way to `device`: the work is done there, in a few passes. Grows the
+    workspace to all that this weight will ever need, so that graphs may be captured at any time.
 
     dtype: bfloat16 or float16 (float32 only for the reference and the interpreter). Scales keep
     their own type where `dtype` cannot hold them exactly.
     """
     assert can_pack_w4a16(weight)
-    out, width = weight.shape
     group_size = weight.scheme.weights.group_size if weight.scheme.weights else None
+    _reserve(weight.shape, group_size, device, options)
+    out, width = weight.shape
     block_k = 128 if width % 128 == 0 else 64
     scale = _scale_in(weight.scale.to(device), dtype)
     zero_point = weight.zero_point
@@ -100,6 +104,15 @@ def pack_w4a16(
         dtype=dtype,
         options=options,
     )
+
+
+def _reserve(
+    shape: tuple[int, int], group_size: int | None, device: torch.device, options: KernelOptions
+) -> None:
+    if uses_triton(device):
+        sums, counters = scratch_of(shape, group_size, target_of(device), options.deterministic)
+        options.workspace.partials(sums)
+        options.workspace.counters(counters)
 
 
 def _scale_in(scale: Tensor, dtype: torch.dtype) -> Tensor:

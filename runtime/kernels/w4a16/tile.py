@@ -7,6 +7,7 @@ a rule for everything else. In deterministic mode the choice depends on the weig
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from runtime.kernels.backend import KernelTarget
@@ -47,6 +48,7 @@ def problem_of(shape: tuple[int, int], group_size: int | None) -> str:
     return f"{shape[0]}x{shape[1]} {unit}"
 
 
+@lru_cache(maxsize=1 << 14)
 def choose(
     num_rows: int,
     shape: tuple[int, int],
@@ -56,14 +58,51 @@ def choose(
 ) -> Tile:
     """The tile for `num_rows` rows of inputs and a weight of `shape` (out, in)."""
     if deterministic:
-        return fixed(shape, target)
+        return fixed(num_rows, target)
     measured = lookup(target.name, "w4a16", problem_of(shape, group_size), num_rows)
     return Tile(**measured) if measured else rule(num_rows, shape, target)
 
 
-def fixed(shape: tuple[int, int], target: KernelTarget) -> Tile:
-    """One tile for every number of rows: wide enough for prefill, no split of K."""
-    return Tile(kernel="tile", block_m=64, block_n=64, num_stages=3, scaling="weights")
+def fixed(num_rows: int, target: KernelTarget) -> Tile:
+    """The same products in the same order for any number of rows.
+
+    Only how many rows of inputs a program takes varies: a row is a column of the instruction's
+    operand B there, and columns do not meet.
+    """
+    block_m = next(size for size in (16, 32, 64, 128) if num_rows <= size or size == 128)
+    return Tile(
+        kernel="tile",
+        block_m=block_m,
+        block_n=64,
+        num_stages=_stages(target, 3),
+        scaling="weights",
+    )
+
+
+def num_whole_tiles(num_tiles: int, num_sms: int, tile: Tile) -> int:
+    """How many tiles are not split: all, none, or with `split_tail` those of full waves."""
+    if tile.split_k == 1:
+        return num_tiles
+    return num_tiles // num_sms * num_sms if tile.split_tail else 0
+
+
+def scratch_of(
+    shape: tuple[int, int], group_size: int | None, target: KernelTarget, deterministic: bool
+) -> tuple[int, int]:
+    """(partial sums, counters): the most that `choose` lets a weight of this shape need.
+
+    The choice changes at the row counts below, and between them need grows with the rows.
+    """
+    sums, counters = 0, 0
+    for num_rows in (8, 16, 32, 64, 128, 256, 512, 1024):
+        tile = choose(num_rows, shape, group_size, target, deterministic)
+        if tile.kernel == "dense" or tile.split_k == 1:
+            continue
+        tiles = -(-shape[0] // tile.block_n) * -(-num_rows // tile.block_m)
+        split = min(tiles, target.num_sms) if tile.split_tail else tiles
+        sums = max(sums, split * tile.split_k * tile.block_m * tile.block_n)
+        counters = max(counters, split)
+    return sums, counters
 
 
 def rule(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
@@ -85,10 +124,15 @@ def rule(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
             block_n=128,
             split_k=split,
             num_warps=8,
-            num_stages=4 if target.arch >= 90 else 2,
+            num_stages=_stages(target, 4),
             scaling="weights",
         )
     return Tile(kernel="dense")
+
+
+def _stages(target: KernelTarget, on_hopper: int) -> int:
+    """Cards before and beside Hopper have less shared memory for stages of wide tiles."""
+    return on_hopper if target.arch >= 90 else 2
 
 
 def _split(shape: tuple[int, int], tiles: int, num_programs: int) -> int:
