@@ -13,6 +13,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -24,7 +25,7 @@ from runtime.engine.batch import Piece, Rows, plan_rows
 from runtime.engine.decode_state import DecodeState
 from runtime.engine.graphs import DecodeGraphs, graph_sizes
 from runtime.engine.model_runner import LOGIT_BYTES, DecoderLike, are_finite
-from runtime.engine.readiness import Readiness
+from runtime.engine.readiness import Readiness, thin
 from runtime.engine.runner import StepResult
 from runtime.engine.scheduler import Schedule
 from runtime.engine.sequence import Sequence
@@ -42,6 +43,7 @@ from runtime.engine.step_plan import (
 )
 from runtime.engine.step_results import PromptPart, Ticket, collected, tensors_of
 from runtime.engine.transfer import Download, Ints, upload, upload_into
+from runtime.kernels.compile_ahead import compiling_ahead
 from runtime.kernels.decode_inputs import ROW_WIDTH, DecodeInputs, decode_inputs
 from runtime.kernels.sampling import RowLogprobs, SamplingFeatures, row_logprobs, sample_rows
 from runtime.kernels.store_drawn import store_drawn
@@ -91,6 +93,7 @@ class CudaRunner:
         self._graphs: DecodeGraphs | None = None
         if use_graphs and self._has_kernels:
             self._graphs = DecodeGraphs(graph_sizes(num_rows), self._decode_step, self._kept)
+        self._dry: CudaRunner | None = None
         self._readiness = Readiness(self, limits, device, self._graphs)
 
     @property
@@ -158,9 +161,18 @@ class CudaRunner:
     def run_padding(self, num_rows: int, kind: Kind) -> None:
         self._run_decodes(padded(NO_ROWS, num_rows), kind)
 
-    def blank_decode(self, num_rows: int, kind: Kind) -> None:
-        upload_into(self._rows_S5[:num_rows], padded(NO_ROWS, num_rows))
-        self._decode_step(num_rows, kind)
+    @torch.inference_mode()
+    def compile_steps(self, decodes: Seq[tuple[int, Kind]], prompts: Seq[int]) -> None:
+        if not self._has_kernels:
+            return
+        if self._dry is None:
+            self._dry = CudaRunner(thin(self.decoder), self._kv, self._limits, use_graphs=False)
+        with compiling_ahead(os.cpu_count() or 1):
+            for num_tokens in prompts:
+                num_rows = min(num_tokens, self._limits.max_num_seqs)
+                self._dry.blank_prompt(num_tokens, num_rows, draw=True)
+            for num_rows, kind in decodes:
+                self._dry.run_padding(num_rows, kind)
 
     def blank_prompt(self, num_tokens: int, num_rows: int, *, draw: bool) -> Tensor:
         logits_RV = self.decoder.logits(

@@ -8,8 +8,9 @@ Shape legend: R rows of logits, V vocabulary.
 
 from __future__ import annotations
 
-import os
+import copy
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from time import perf_counter
 from typing import Protocol
 
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from runtime.engine.graphs import DecodeGraphs
 from runtime.engine.memory import BYTES_PER_GRAPH
+from runtime.engine.model_runner import DecoderLike
 from runtime.engine.step_cost import StepCost, measure
 from runtime.engine.step_plan import FILTERED_DRAW, GREEDY, Kind, RunnerLimits
-from runtime.kernels.compile_ahead import compiling_ahead
 
 CAPTURED = (GREEDY, FILTERED_DRAW)
+# Lengths that are not multiples of 16 as well as such: kernels are compiled apart for the two.
+FIRST_PROMPTS = (1, 16, 23, 64, 100, 256, 300, 1024, 1500)
 
 
 class BlankSteps(Protocol):
@@ -32,8 +35,8 @@ class BlankSteps(Protocol):
         """A decode step of padding rows; through a graph where there is one."""
         ...
 
-    def blank_decode(self, num_rows: int, kind: Kind) -> None:
-        """The same, never through a graph."""
+    def compile_steps(self, decodes: Seq[tuple[int, Kind]], prompts: Seq[int]) -> None:
+        """Compile the kernels of such decode steps, and of prompts of so many tokens."""
         ...
 
     def blank_prompt(self, num_tokens: int, num_rows: int, *, draw: bool) -> Tensor:
@@ -55,16 +58,14 @@ class Readiness:
         self.step_cost: StepCost | None = None
 
     def compile_ahead(self) -> None:
-        """Compile what the first answers need, side by side: prompts of all lengths, decodes."""
+        """Compile what first answers need: prompts of some lengths, one decode, and many."""
         limits = self._limits
-        tokens = {16, 64, 256, 1024, limits.max_num_batched_tokens}
-        with compiling_ahead(os.cpu_count() or 1):
-            for num_tokens in tokens:
-                num_rows = min(num_tokens, limits.max_num_seqs)
-                self._steps.blank_prompt(min(num_tokens, max(tokens)), num_rows, draw=True)
-            for size in self._graphs.sizes if self._graphs is not None else ():
-                self._steps.blank_decode(size, GREEDY)
-            self._steps.blank_decode(limits.max_num_seqs, FILTERED_DRAW)
+        lengths = {n for n in FIRST_PROMPTS if n < limits.max_num_batched_tokens}
+        rows = (1, limits.max_num_seqs)
+        self._steps.compile_steps(
+            [(size, kind) for size in rows for kind in CAPTURED],
+            [*lengths, limits.max_num_batched_tokens],
+        )
 
     def run_worst_step(self) -> int:
         """Run the largest steps, so that their memory and kernels are there.
@@ -89,11 +90,13 @@ class Readiness:
     def proceed(self) -> bool:
         """Do one piece of what is left; False once nothing is.
 
-        Takes tens of milliseconds, some tenths of a second for the last piece, which measures.
+        Takes tens of milliseconds, some tenths of a second for the last piece, which measures; and
+        seconds for a kernel that this machine has never compiled.
         """
         for kind in CAPTURED:
             missing = self._graphs.missing(kind) if self._graphs is not None else []
             if missing:
+                self._steps.compile_steps([(missing[0], kind) for kind in CAPTURED], [])
                 self._steps.run_padding(missing[0], kind)
                 return True
         if self.step_cost is None and self._device.type == "cuda":
@@ -146,3 +149,20 @@ def _rare_memory(logits_RV: Tensor, num_rows: int) -> list[Tensor]:
     counts = logits_RV.new_empty(num_rows, vocab, dtype=torch.int16)
     mask = logits_RV.new_empty(num_rows, -(-vocab // 32), dtype=torch.int32)
     return [counts, mask, logits_RV.new_empty(num_rows, vocab)]
+
+
+def thin(decoder: DecoderLike) -> DecoderLike:
+    """The same decoder with every kind of layer once, and the first one again behind them.
+
+    Going through it launches all the kernels of the whole. Its results mean nothing.
+    """
+    layers = getattr(decoder, "layers", ())
+    if not layers:
+        return decoder
+    kinds: dict[object, object] = {}
+    for layer in layers:
+        parts = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        kinds.setdefault((layer.spec, *(part.label for part in parts)), layer)
+    thinned = copy.copy(decoder)
+    thinned.layers = (*kinds.values(), layers[0])  # type: ignore[attr-defined]
+    return thinned

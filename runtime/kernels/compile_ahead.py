@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 
 @contextmanager
 def compiling_ahead(num_threads: int) -> Iterator[None]:
-    """Launches of Triton kernels compile in threads and do nothing else; all are done at the end.
+    """This thread's launches of Triton kernels compile in others and do nothing else; all are done
+    at the end.
 
     Kernels that do not compile are left to their first real launch, which says why. Triton's
     compiler spends most of its time outside of Python, so threads do run side by side.
@@ -22,10 +24,11 @@ def compiling_ahead(num_threads: int) -> Iterator[None]:
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
-    plain = JITFunction.run
+    plain, here = JITFunction.run, get_ident()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return plain(self, *args, grid=grid, warmup=True, **kwargs)
+        is_dry = warmup or get_ident() == here
+        return plain(self, *args, grid=grid, warmup=is_dry, **kwargs)
 
     with (
         ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool,

@@ -59,12 +59,13 @@ class BlankSteps:
     def __init__(self) -> None:
         self.decodes: list[tuple[int, Kind]] = []
         self.prompts: list[tuple[int, int, bool]] = []
+        self.compiled: list[object] = []
 
     def run_padding(self, num_rows: int, kind: Kind) -> None:
         self.decodes.append((num_rows, kind))
 
-    def blank_decode(self, num_rows: int, kind: Kind) -> None:
-        self.decodes.append((num_rows, kind))
+    def compile_steps(self, decodes: list[tuple[int, Kind]], prompts: list[int]) -> None:
+        self.compiled.append((decodes, prompts))
 
     def blank_prompt(self, num_tokens: int, num_rows: int, *, draw: bool) -> torch.Tensor:
         self.prompts.append((num_tokens, num_rows, draw))
