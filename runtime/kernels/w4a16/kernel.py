@@ -129,6 +129,7 @@ def prefetch_rows(
         block = n_tile * (BLOCK_N // ROWS) + i
         if ACT is not None:
             block = (i // HALF) * (N // 2 // ROWS) + n_tile * HALF + i % HALF
+        block = tl.minimum(block, tl.cdiv(N, ROWS) - 1)
         at = block.to(tl.int64) * num_kb + kb_begin
         prefetch_l2(codes_ptr + at * (ROWS * WIDTH), num_bytes)
 
