@@ -79,7 +79,7 @@ def artifact_of(subject: Subject, folder: Path, device: str) -> Path:
         shape = str(config)
     changes: dict[str, Any] = {} if subject.group is None else {"group_size": subject.group}
     if subject.lm_head != "bf16":
-        changes |= {"skip": [], "overrides": [{"match": "lm_head", "scheme": subject.lm_head}]}
+        changes |= {"lm_head": subject.lm_head}
     synthesize(
         shape, RECIPES[subject.scheme], path, layers=subject.layers, device=device, changes=changes
     )

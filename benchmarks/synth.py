@@ -2,9 +2,9 @@
 
     python -m benchmarks.synth --shape llama-3.1-8b --recipe w4a16 --out DIR [--layers N]
 
-The weights are those of `quant.synthetic`, rounded to nearest by the recipe's schemes and written
-by the project's own writer, so the result is a complete, sealed artifact with a tokenizer, which
-`runtime serve` takes. It has no probe (nothing was computed) and says in artifact.json where its
+The weights are those of `quant.random_model`, rounded to nearest by the recipe's schemes. They pass
+through the project's own writer, so the result is a complete, sealed artifact with a tokenizer,
+which `runtime serve` takes. It has no probe (nothing was computed) and says in artifact.json where its
 weights come from. Codes and scales are random on purpose: hardware runs faster on zeros. Tensors
 are drawn on `--device` (a GPU where there is one), whose kind is part of what they are.
 """
@@ -25,33 +25,37 @@ from urllib.parse import urlencode
 import torch
 from torch import Tensor
 
-from quant.api import load_recipe
-from quant.artifact.artifact import Artifact, open_artifact
+from quant.artifact.artifact import Artifact
 from quant.artifact.errors import ArtifactError
 from quant.artifact.layout import to_tensors
+from quant.artifact.manifest import (
+    KVRecord,
+    Manifest,
+    ModuleRecord,
+    RecipeRecord,
+    SourceRecord,
+    scheme_tables,
+)
+from quant.artifact.shipped import resolve_input
 from quant.artifact.writer import ArtifactWriter
-from quant.errors import QuantError
-from quant.kv_scales import scale_for, scale_names
+from quant.errors import QuantError, RecipeError
 from quant.methods.rtn import rtn
 from quant.plan import Plan, PlanRow, make_plan
-from quant.provenance import finish, job_identity
+from quant.random_model import EMBEDDING, PREFIX, SHAPES, RandomModel
 from quant.recipe import Recipe
-from quant.report import ModuleResult
-from quant.synthetic import SHAPES, SyntheticSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Keys and values are sums of `hidden` products with a spread of one.
-_KV_ABSMAX = 8.0
+# Keys and values of such a model have a spread of about one: far inside what e4m3 holds.
+_KV_SCALE = 0.0625
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One artifact to write: weights, and what becomes of each module."""
 
-    source: SyntheticSource
+    model: RandomModel
     recipe: Recipe
     plan: Plan
-    device: str
 
 
 def synthesize(
@@ -74,19 +78,16 @@ def synthesize(
     weights are drawn, None takes a GPU where there is one. Raises QuantError or ArtifactError.
     """
     job = plan_job(shape, recipe, layers, seed, device, tokenizer, changes or {})
-    identity = job_identity(job.source, job.plan, job.recipe, None, job.device)
     shards = range(job.plan.num_layers + 1)
     with ArtifactWriter(
-        out, num_shards=len(shards), job=identity, overwrite=overwrite
-    ) as writer, ThreadPoolExecutor(workers or _num_workers(job.device)) as pool:  # fmt: skip
-        began = time.perf_counter()
+        out, num_shards=len(shards), job=_identity(job), overwrite=overwrite
+    ) as writer, ThreadPoolExecutor(workers or _num_workers(job.model.device)) as pool:  # fmt: skip
         todo = [index for index in shards if index not in writer.committed]
         list(pool.map(lambda index: writer.write_shard(index, shard_tensors(job, index)), todo))
-        seconds = {"weights": time.perf_counter() - began}
-        results = {row.module: _result(row) for row in job.plan.rows}
-        finish(job.source, job.plan, job.recipe, None, writer, None, results,
-               seconds=seconds, resumed=len(shards) - len(todo), device=job.device)  # fmt: skip
-    return open_artifact(out)
+        for name, data in job.model.files.items():
+            writer.write_file(name, data)
+        writer.write_file("recipe.yaml", job.recipe.text.encode())
+        return writer.seal(_manifest(job), {**job.model.config, "dtype": job.plan.dtype})
 
 
 def plan_job(
@@ -102,16 +103,67 @@ def plan_job(
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     query = {"seed": seed, "layers": layers, "tokenizer": tokenizer, "device": chosen}
     given = {key: value for key, value in query.items() if value is not None}
-    source = SyntheticSource(f"synth:{shape}?{urlencode(given)}")
-    named = recipe if recipe.endswith((".yaml", ".yml")) else f"{recipe}.yaml"
-    loaded = load_recipe(named, changes)
+    model = RandomModel(f"{PREFIX}{shape}?{urlencode(given)}")
+    loaded = _load_recipe(recipe).with_overrides(changes)
     if loaded.method == "gptq":
         loaded = loaded.with_overrides({"method": "rtn"})
     plan = make_plan(
-        loaded, source.module_shapes, source.num_layers, source.config,
-        source_dtype="bfloat16", is_tied=source.skeleton.is_tied,
+        loaded, model.module_shapes, model.num_layers, model.config,
+        source_dtype="bfloat16", is_tied=model.is_tied,
     )  # fmt: skip
-    return Job(source=source, recipe=loaded, plan=plan, device=chosen)
+    return Job(model=model, recipe=loaded, plan=plan)
+
+
+def _load_recipe(name: str) -> Recipe:
+    file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
+    try:
+        return Recipe.load(resolve_input(file, "recipes"))
+    except FileNotFoundError as error:
+        raise RecipeError(str(error)) from error
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    """What an interrupted run must have in common with this one to be taken up again."""
+    return {
+        "model": job.model.digest,
+        "recipe": job.recipe.sha256,
+        "overrides": job.recipe.cli_overrides,
+        "torch": torch.__version__,
+    }
+
+
+def _manifest(job: Job) -> Manifest:
+    plan, recipe = job.plan, job.recipe
+    attention = tuple(f"model.layers.{i}.self_attn" for i in range(plan.num_layers))
+    return Manifest(
+        created_by="weighbridge benchmarks.synth",
+        architecture=plan.architecture,
+        dtype=plan.dtype,
+        schemes=scheme_tables(plan.schemes()),
+        modules={row.module: _record(row, plan) for row in plan.rows},
+        kv_cache=KVRecord(modules=attention) if plan.kv_cache == "fp8" else None,
+        source=SourceRecord(
+            path=job.model.name, kind="hf", digest=job.model.digest, dtype="bfloat16"
+        ),
+        recipe=RecipeRecord(
+            text=recipe.text,
+            sha256=recipe.sha256,
+            name=recipe.name,
+            overrides=recipe.cli_overrides,
+        ),
+        tools={"torch": torch.__version__, "device": torch.device(job.model.device).type},
+    )
+
+
+def _record(row: PlanRow, plan: Plan) -> ModuleRecord:
+    is_tied = row.module == "lm_head" and plan.is_tied
+    return ModuleRecord(
+        scheme=row.scheme.label,
+        shape=row.shape,
+        method=row.method,
+        reason=row.note,
+        tied_to=EMBEDDING if is_tied else None,
+    )
 
 
 def _num_workers(device: str) -> int:
@@ -121,54 +173,37 @@ def _num_workers(device: str) -> int:
 
 def shard_tensors(job: Job, index: int) -> dict[str, Tensor]:
     """What shard `index` holds: 0 all that is outside the layers, i the layer i - 1."""
-    skeleton, rows = job.source.skeleton, job.plan.layer_rows(index - 1 if index else None)
-    names = skeleton.layer_names(index - 1) if index else skeleton.outer_names()
-    quantized = {f"{row.module}.weight": row for row in rows if not row.scheme.is_dense}
+    rows = {row.module: row for row in job.plan.layer_rows(index - 1 if index else None)}
+    prefix = f"model.layers.{index - 1}."
     stored: dict[str, Tensor] = {}
-    for name in names:
-        stored |= _stored(job, name, quantized.get(name))
+    for name in job.model.shapes:
+        if name.startswith(prefix if index else "model.layers.") == bool(index):
+            stored |= _stored(job, name, rows.get(name.removesuffix(".weight")))
     if index and job.plan.kv_cache == "fp8":
-        scale = torch.tensor([scale_for(_KV_ABSMAX)], dtype=DTYPES[job.plan.dtype])
-        stored |= dict.fromkeys(scale_names(skeleton.layer_prefix(index - 1)), scale)
+        scale = torch.tensor([_KV_SCALE], dtype=DTYPES[job.plan.dtype])
+        stored |= {f"{prefix}self_attn.{leaf}": scale for leaf in ("k_scale", "v_scale")}
     return stored
 
 
 @torch.inference_mode()
 def _stored(job: Job, name: str, row: PlanRow | None) -> dict[str, Tensor]:
-    weight, dtype = job.source.draw(name, job.device), DTYPES[job.plan.dtype]
-    if row is None:
+    weight, dtype = job.model.draw(name), DTYPES[job.plan.dtype]
+    if row is None or row.scheme.is_dense:
         return {name: weight.to(dtype).cpu()}
     tensors = to_tensors(rtn(weight, row.scheme, dtype))
     return {f"{row.module}.{leaf}": tensor.cpu() for leaf, tensor in tensors.items()}
 
 
-def _result(row: PlanRow) -> ModuleResult:
-    return ModuleResult(
-        module=row.module, shape=row.shape, scheme=row.scheme.label, method=row.method, bytes=0,
-        note=row.note,
-    )  # fmt: skip
-
-
 def changes_of(args: argparse.Namespace) -> dict[str, Any]:
     """The recipe keys that the command line replaces."""
-    changes: dict[str, Any] = {
-        "group_size": _group_size(args.group_size),
+    size: str | None = args.group_size
+    return {
+        "group_size": int(size) if size is not None and size.isdecimal() else size,
         "symmetric": False if args.asymmetric else None,
+        "lm_head": args.lm_head,
         "kv_cache": args.kv_cache,
         "dtype": args.dtype,
     }
-    if args.lm_head is not None:
-        rule = {"match": "lm_head", "scheme": args.lm_head}
-        size = _group_size(args.lm_head_group_size)
-        changes |= {
-            "skip": [],
-            "overrides": [rule if size is None else {**rule, "group_size": size}],
-        }
-    return changes
-
-
-def _group_size(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.isdecimal() else text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -185,8 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", type=Path, help="directory of tokenizer files to put in")
     parser.add_argument("--group-size", choices=["32", "64", "128", "channel"])
     parser.add_argument("--asymmetric", action="store_true", help="zero points")
-    parser.add_argument("--lm-head", metavar="SCHEME", help="w4a16, w8a16, w8a8, fp8; else dense")
-    parser.add_argument("--lm-head-group-size", choices=["32", "64", "128", "channel"])
+    parser.add_argument("--lm-head", choices=["dense", "w8a16"], help="the output head")
     parser.add_argument("--kv-cache", choices=["none", "fp8"], help="fp8 stores scales")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="of scales and dense tensors")
     parser.add_argument("--workers", type=int, help="shards written at a time")

@@ -89,7 +89,7 @@ def make_manifest(
     plan: Plan,
     recipe: Recipe,
     calibration: Calibration | None,
-    probe: ProbeRecord | None,
+    probe: ProbeRecord,
     results: Mapping[str, ModuleResult],
     device: str,
 ) -> Manifest:
@@ -158,7 +158,7 @@ def finish(
     recipe: Recipe,
     calibration: Calibration | None,
     writer: ArtifactWriter,
-    probe: ProbeRecord | None,
+    probe: ProbeRecord,
     results: Mapping[str, ModuleResult],
     *,
     seconds: Mapping[str, float],

@@ -14,8 +14,9 @@ from benchmarks.synth import main, synthesize
 from quant.api import quantize
 from quant.artifact.artifact import open_artifact, verify
 from quant.errors import QuantError
+from quant.random_model import SHAPES
+from quant.random_tokenizer import made_up_tokenizer
 from quant.source import open_source
-from quant.synthetic import SHAPES, made_up_tokenizer
 from runtime.engine.engine import Engine
 from runtime.model.loader import load_decoder
 from runtime.model.spec import ModelSpec
@@ -42,7 +43,6 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-HEAD = {"match": "lm_head", "scheme": "w8a16", "group_size": "channel"}
 VARIANTS: list[tuple[str, dict[str, Any], set[str]]] = [
     ("w4a16", {}, {"w4a16-g64", "dense"}),
     ("w4a16", {"symmetric": False, "group_size": 32}, {"w4a16-g32-asym", "dense"}),
@@ -51,7 +51,7 @@ VARIANTS: list[tuple[str, dict[str, Any], set[str]]] = [
     ("fp8", {"kv_cache": "fp8"}, {"fp8-channel", "dense"}),
     ("none", {}, {"dense"}),
     ("mixed", {}, {"w4a16-g64", "w8a16-g64", "dense"}),
-    ("w4a16", {"skip": [], "overrides": [HEAD]}, {"w4a16-g64", "w8a16-channel"}),
+    ("w4a16", {"lm_head": "w8a16"}, {"w4a16-g64", "w8a16-channel"}),
 ]
 
 

@@ -100,7 +100,7 @@ def altered_tensor(reader: CheckpointReader, name: str, found: str, expected: st
 
 
 def _num_threads() -> int:
-    """Hashing releases the interpreter lock. More threads than whole cores slow the longest file."""
+    """Hashing releases the interpreter lock; more threads than whole cores slow the longest."""
     return min(8, os.cpu_count() or 1)
 
 

@@ -34,7 +34,6 @@ SHAPE = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-HEAD = {"match": "lm_head", "scheme": "w8a16", "group_size": "channel"}
 
 
 def make(tmp_path: Path, recipe: str, **changes: Any) -> Artifact:
@@ -52,7 +51,7 @@ def load(artifact: Artifact, device: str, **options: Any) -> Decoder:
     [
         ("w4a16", {}),
         ("w4a16", {"group_size": 32, "symmetric": False}),
-        ("w4a16", {"skip": [], "overrides": [HEAD]}),
+        ("w4a16", {"lm_head": "w8a16"}),
         ("w8a16", {}),
         ("w8a8", {}),
         ("fp8", {"kv_cache": "fp8"}),
