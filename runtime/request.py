@@ -145,7 +145,9 @@ class EngineStats:
 
     `num_used_blocks` are owned by live requests; cached blocks nobody owns count as free. The
     prefix counters count tokens of admitted prompts. `prompt_tokens_total` counts prompts when they
-    were computed to the end, whatever part of them came from the cache.
+    were computed to the end, whatever part of them came from the cache. `step_s_total` counts a
+    step from when its making began, or from the end of the step before it if that came later, to
+    when its tokens were there: no second counts twice where steps overlap.
     """
 
     num_running: int
