@@ -4,9 +4,9 @@
 
 The weights are those of `quant.random_model`, rounded to nearest by the recipe's schemes. They pass
 through the project's own writer, so the result is a complete, sealed artifact with a tokenizer,
-which `runtime serve` takes. It has no probe (nothing was computed) and says in artifact.json where its
-weights come from. Codes and scales are random on purpose: hardware runs faster on zeros. Tensors
-are drawn on `--device` (a GPU where there is one), whose kind is part of what they are.
+which `runtime serve` takes. It has no probe (nothing was computed) and says in artifact.json where
+its weights come from. Codes and scales are random on purpose: hardware runs faster on zeros.
+Tensors are drawn on `--device` (a GPU where there is one), whose kind is part of what they are.
 """
 
 from __future__ import annotations
