@@ -32,7 +32,7 @@ from runtime.engine.sequence import Sequence
 from runtime.engine.span_forward import SpanForward
 from runtime.engine.step_cost import StepCost
 from runtime.engine.step_plan import (
-    FILTERED_DRAW,
+    GREEDY,
     NO_ROWS,
     Kind,
     Plan,
@@ -180,7 +180,7 @@ class CudaRunner:
         )
         if draw:
             nobody_R = torch.full((len(logits_RV),), -1, dtype=torch.int32, device=self._device)
-            self._draw(logits_RV, nobody_R, FILTERED_DRAW, torch.empty_like(nobody_R))
+            self._draw(logits_RV, nobody_R, GREEDY, torch.empty_like(nobody_R))
         return logits_RV
 
     def _launch_decodes(self, plan: Plan) -> Ticket:

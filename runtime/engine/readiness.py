@@ -21,9 +21,11 @@ from runtime.engine.graphs import DecodeGraphs
 from runtime.engine.memory import BYTES_PER_GRAPH
 from runtime.engine.model_runner import DecoderLike
 from runtime.engine.step_cost import StepCost, measure
-from runtime.engine.step_plan import FILTERED_DRAW, GREEDY, Kind, RunnerLimits
+from runtime.engine.step_plan import FILTERED_DRAW, GREEDY, RANDOM_DRAW, Kind, RunnerLimits
 
-CAPTURED = (GREEDY, FILTERED_DRAW)
+CAPTURED = (GREEDY, RANDOM_DRAW, FILTERED_DRAW)
+# Kernels of filters take seconds to compile: they wait for a request or an idle moment.
+FIRST = (GREEDY, RANDOM_DRAW)
 # Lengths that are not multiples of 16 as well as such: kernels are compiled apart for the two.
 FIRST_PROMPTS = (1, 16, 23, 64, 100, 256, 300, 1024, 1500)
 
@@ -63,7 +65,7 @@ class Readiness:
         lengths = {n for n in FIRST_PROMPTS if n < limits.max_num_batched_tokens}
         rows = (1, limits.max_num_seqs)
         self._steps.compile_steps(
-            [(size, kind) for size in rows for kind in CAPTURED],
+            [(size, kind) for size in rows for kind in FIRST],
             [*lengths, limits.max_num_batched_tokens],
         )
 
@@ -83,7 +85,7 @@ class Readiness:
         )
         adjusted = logits_RV.new_empty(limits.max_num_seqs, logits_RV.shape[1], dtype=torch.float32)
         del logits_RV, rare, adjusted
-        for kind in CAPTURED:
+        for kind in FIRST:
             self._steps.run_padding(limits.max_num_seqs, kind)
         return self._graph_bytes()
 
@@ -96,7 +98,7 @@ class Readiness:
         for kind in CAPTURED:
             missing = self._graphs.missing(kind) if self._graphs is not None else []
             if missing:
-                self._steps.compile_steps([(missing[0], kind) for kind in CAPTURED], [])
+                self._steps.compile_steps([(missing[0], kind)], [])
                 self._steps.run_padding(missing[0], kind)
                 return True
         if self.step_cost is None and self._device.type == "cuda":
@@ -143,12 +145,14 @@ class Readiness:
 def _rare_memory(logits_RV: Tensor, num_rows: int) -> list[Tensor]:
     """What comes to stay once a request asks for penalties or log-probs: tensors of these sizes.
 
-    A history for every slot, and the buffer that graphs leave logits in.
+    A history for every slot, the buffer that graphs leave logits in, and what filters work in (a
+    candidate in 16 or so of each row).
     """
     vocab = logits_RV.shape[1]
+    filters = logits_RV.new_empty(num_rows, vocab // 2, dtype=torch.uint8)
     counts = logits_RV.new_empty(num_rows, vocab, dtype=torch.int16)
     mask = logits_RV.new_empty(num_rows, -(-vocab // 32), dtype=torch.int32)
-    return [counts, mask, logits_RV.new_empty(num_rows, vocab)]
+    return [counts, mask, filters, logits_RV.new_empty(num_rows, vocab)]
 
 
 def thin(decoder: DecoderLike) -> DecoderLike:

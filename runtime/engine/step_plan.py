@@ -30,6 +30,7 @@ from runtime.kernels.sampling import SamplingFeatures
 
 # Ways of drawing that are captured; None captures the logits alone, to be drawn from behind it.
 GREEDY = SamplingFeatures()
+RANDOM_DRAW = SamplingFeatures(any_random=True)
 FILTERED_DRAW = SamplingFeatures(any_random=True, any_filtered=True)
 Kind: TypeAlias = SamplingFeatures | None
 
@@ -142,4 +143,6 @@ def captured_kind(traits: int) -> Kind:
     """The captured way of drawing that serves rows with these traits; None if none does."""
     if traits & (PENALIZED | BIASED | REPORTED):
         return None
-    return FILTERED_DRAW if traits & (RANDOM | FILTERED) else GREEDY
+    if traits & FILTERED:
+        return FILTERED_DRAW
+    return RANDOM_DRAW if traits & RANDOM else GREEDY

@@ -118,5 +118,5 @@ def test_sizes_are_captured_when_needed_largest_first_when_idle(
     monkeypatch.setattr(steps, "run_padding", graphs.run)
     while ready.proceed():
         pass
-    assert graphs.num_captured == 6
+    assert graphs.num_captured == 9
     assert [size for size, kind in steps.decodes if kind == GREEDY] == [4, 12, 1]
