@@ -24,14 +24,8 @@ NO_PDL = {"sm80": {"PDL": False}, "gfx942": {"PDL": False}}
 SAMPLING = "runtime.kernels.sampling"
 
 FLAGS = {"RANDOM": True, "FILTERED": True, "ADJUSTED": True}
-GREEDY = {
-    "RANDOM": False,
-    "FILTERED": False,
-    "ADJUSTED": False,
-    "adjusted_ptr": None,
-    "is_adjusted_ptr": None,
-    "state_ptr": None,
-}
+NOT_ADJUSTED = {"ADJUSTED": False, "adjusted_ptr": None, "is_adjusted_ptr": None}
+GREEDY = {**NOT_ADJUSTED, "RANDOM": False, "FILTERED": False, "state_ptr": None}
 DRAW = {
     **SCORES,
     **PARAMETERS,
@@ -122,7 +116,22 @@ COMPILE_CASES = [
             "vocab": "i32",
             "num_rows": "i32",
         },
-        constexprs={**BLOCKS, "CAPACITY": 2048, "ADJUSTED": True},
+        constexprs={**BLOCKS, "CAPACITY": 2048, "FEW": 256, "ADJUSTED": True},
+        overrides=NO_PDL,
+        aligned=("row_stride", "vocab"),
+    ),
+    CompileCase(
+        name="collect-plain",
+        kernel=f"{SAMPLING}.kernel_filter:collect_kernel",
+        signature={
+            **without(SCORES, NOT_ADJUSTED),
+            **SEARCHED,
+            **SCRATCH,
+            "members_ptr": "*fp32",
+            "vocab": "i32",
+            "num_rows": "i32",
+        },
+        constexprs={**BLOCKS, **NOT_ADJUSTED, "CAPACITY": 2048, "FEW": 256},
         overrides=NO_PDL,
         aligned=("row_stride", "vocab"),
     ),

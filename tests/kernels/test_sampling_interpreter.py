@@ -47,6 +47,7 @@ def small_and_poisoned() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setattr(launch, "BLOCK", 64)
     patch.setattr(launch, "CAPACITY", 16)
+    patch.setattr(launch, "FEW", 8)
     empty = torch.empty
 
     def poisoned(*size: object, **options: object) -> torch.Tensor:

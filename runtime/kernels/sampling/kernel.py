@@ -5,8 +5,8 @@ results; the last program of a row to arrive merges them in the order of blocks,
 neither on timing nor on the other rows of the step. Where a row is drawn at random, the merge
 picks the block by the cumulative sums of blocks and draws inside that one block.
 
-Scores are handled as distances y = (max - score) / temperature >= 0, rounded as `reference.draw`
-rounds them, so that equal scores are equal here and there.
+Scores are handled as distances y = (max - score) * (1 / temperature) >= 0, rounded as
+`reference.draw` rounds them, so that equal scores are equal here and there.
 
 Columns of the parameter rows follow `tensors.pack_row`.
 """
@@ -100,11 +100,14 @@ def load_scores(
 
 
 @triton.jit
-def distances(maximum, scores, temperature):
-    """(maximum - scores) / temperature, rounded to nearest; inf for scores of -inf."""
-    gaps = maximum - tl.where(scores > -INFINITY, scores, maximum)
-    y = tl.div_rn(gaps, tl.zeros_like(gaps) + temperature)
-    return tl.where(scores > -INFINITY, y, INFINITY)
+def reciprocal(temperature):
+    return tl.div_rn(1.0, temperature)
+
+
+@triton.jit
+def distances(maximum, scores, scale):
+    """(maximum - scores) * scale, each rounded to nearest; `maximum` is finite."""
+    return (maximum - scores) * scale
 
 
 @triton.jit
@@ -128,7 +131,7 @@ def pick_block(masses, blocks, target):
 @triton.jit
 def draw_inside(weights, ids, target, otherwise):
     """The first id whose cumulative weight passes `target`; rounding may leave only the last."""
-    cumulative = tl.cumsum(weights.to(tl.float64), 0)
+    cumulative = tl.cumsum(weights, 0).to(tl.float64)
     has_weight = weights > 0
     first = tl.min(tl.where((cumulative > target) & has_weight, ids, NO_ID), 0)
     last = tl.max(tl.where(has_weight, ids, -1), 0)
@@ -196,14 +199,16 @@ def draw_kernel(
     tl.store(partials + block, top)
     tl.store(partials + BLOCKS_POW2 + block, (block * BLOCK + top_at).to(tl.float32))
     tl.store(partials + 4 * BLOCKS_POW2 + block, num_faults.to(tl.float32))
-    temperature = 1.0
+    scale = 1.0
     is_random = False
     if RANDOM:
         temperature = tl.load(floats_ptr + slot * WORDS + TEMPERATURE)
+        scale = reciprocal(temperature)
         top_k = tl.load(ints_ptr + slot * WORDS + TOP_K)
         is_random = (temperature >= GREEDY_BELOW) & (top_k != 1)
         if is_random:
-            mass = tl.sum(tl.exp(-distances(top, scores, temperature)), 0)
+            # A block may hold nothing but -inf.
+            mass = tl.sum(tl.exp(-distances(tl.maximum(top, -FAR), scores, scale)), 0)
             tl.store(partials + 2 * BLOCKS_POW2 + block, mass)
             if FILTERED:
                 lowest = tl.min(tl.where(scores > -INFINITY, scores, INFINITY), 0)
@@ -234,7 +239,7 @@ def draw_kernel(
                 other=0.0,
                 cache_modifier=".cg",
             )
-            masses *= tl.exp(-distances(maximum, tops, temperature))
+            masses *= tl.exp(-distances(maximum, tops, scale))
             masses = masses.to(tl.float64)
             total = tl.sum(masses, 0)
             if FILTERED:
@@ -246,7 +251,7 @@ def draw_kernel(
                     maximum,
                     total,
                     drawn,
-                    temperature,
+                    scale,
                     vocab,
                     NUM_BLOCKS,
                     BLOCKS_POW2,
@@ -265,7 +270,7 @@ def draw_kernel(
                     vocab,
                     ADJUSTED,
                 )
-                weights = tl.exp(-distances(maximum, scores, temperature))
+                weights = tl.exp(-distances(maximum, scores, scale))
                 drawn = draw_inside(weights, ids, target - before, drawn)
         tl.store(ids_ptr + row, tl.where(is_finite, drawn, 0))
         if FILTERED:
@@ -281,7 +286,7 @@ def _start_search(
     maximum,
     total,
     greedy_id,
-    temperature,
+    scale,
     vocab,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS_POW2: tl.constexpr,
@@ -297,7 +302,7 @@ def _start_search(
         lowest = tl.load(
             lowest_ptr + blocks, mask=blocks < NUM_BLOCKS, other=INFINITY, cache_modifier=".cg"
         )
-        farthest = tl.minimum(tl.div_rn(maximum - tl.min(lowest, 0), temperature), FAR)
+        farthest = tl.minimum((maximum - tl.min(lowest, 0)) * scale, FAR)
         if by_count == 0:
             # Tokens with weights under (1 - p) Z / V weigh less than (1 - p) Z together.
             bound = tl.log(vocab.to(tl.float64) / (tl.maximum(1.0 - top_p, 1e-18) * total)) + 1.0

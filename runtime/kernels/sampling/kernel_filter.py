@@ -43,11 +43,13 @@ from runtime.kernels.sampling.kernel import (
     load_scores,
     pick_block,
     pow2_at_least,
+    reciprocal,
     uniform,
 )
 
 SLACK = tl.constexpr(2e-6)  # of the total: what float32 sums may be wrong by
-STEP = tl.constexpr(8)  # histograms merged at once
+STEP = tl.constexpr(8)  # histograms merged at once, tokens compared at once
+EXACT = tl.constexpr(float(2**40))  # one, as a weight in whole numbers
 
 
 @triton.jit
@@ -89,12 +91,12 @@ def narrow_kernel(
     high = tl.load(state + HIGH).to(tl.float32)
     width = tl.load(state + WIDTH).to(tl.float32)
     maximum = tl.load(state + MAXIMUM).to(tl.float32)
-    temperature = tl.load(floats_ptr + slot * WORDS + TEMPERATURE)
+    scale = reciprocal(tl.load(floats_ptr + slot * WORDS + TEMPERATURE))
     ids = block * BLOCK + tl.arange(0, BLOCK)
     scores = load_scores(
         logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
     )
-    y = distances(maximum, scores, temperature)
+    y = distances(maximum, scores, scale)
     weights = tl.exp(-y)
     is_inside = (y >= low) & (y < high)
     partials = partials_ptr + row * (5 * BLOCKS_POW2)
@@ -202,6 +204,7 @@ def collect_kernel(
     NUM_BLOCKS: tl.constexpr,
     BLOCKS_POW2: tl.constexpr,
     CAPACITY: tl.constexpr,
+    FEW: tl.constexpr,
     ADJUSTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -219,14 +222,14 @@ def collect_kernel(
         return
     slot = tl.load(slots_ptr + row).to(tl.int64)
     maximum = tl.load(state + MAXIMUM).to(tl.float32)
-    temperature = tl.load(floats_ptr + slot * WORDS + TEMPERATURE)
+    scale = reciprocal(tl.load(floats_ptr + slot * WORDS + TEMPERATURE))
     low = tl.load(state + LOW).to(tl.float32)
     high = tl.load(state + HIGH).to(tl.float32)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     scores = load_scores(
         logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
     )
-    y = distances(maximum, scores, temperature)
+    y = distances(maximum, scores, scale)
     is_member = (y >= low) & (y < high)
     partials = partials_ptr + row * (5 * BLOCKS_POW2)
     tl.store(partials + block, tl.sum(tl.where(y < low, tl.exp(-y), 0.0), 0))
@@ -239,8 +242,7 @@ def collect_kernel(
         at = tl.atomic_add(counters_ptr + num_rows + row, num_here) + order - 1
         tl.store(members + at, y, mask=is_member & (at < CAPACITY))
     if is_last(counters_ptr + row, NUM_BLOCKS):
-        num_members = tl.load(counters_ptr + num_rows + row, volatile=True)
-        tl.store(counters_ptr + num_rows + row, 0)
+        num_members = tl.atomic_xchg(counters_ptr + num_rows + row, 0)
         blocks = tl.arange(0, BLOCKS_POW2)
         is_block = blocks < NUM_BLOCKS
         below = tl.load(partials + blocks, mask=is_block, other=0.0, cache_modifier=".cg")
@@ -255,37 +257,44 @@ def collect_kernel(
         top_k = tl.load(ints_ptr + slot * WORDS + TOP_K)
         top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
         top_p = tl.load(doubles_ptr + slot * (WORDS // 2) + TOP_P)
-        total = tl.load(state + TOTAL)
-        if (mode == SEARCH) & (num_members <= CAPACITY):
+        num_before = tl.load(state + BEFORE).to(tl.int32)
+        mass_before = tl.sum(below.to(tl.float64), 0)
+        limits = (top_k, top_p, tl.load(state + TOTAL))
+        row_of = (logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row)
+        scaled = (maximum, scale, vocab)
+        if (mode == SEARCH) & (num_members <= FEW):
+            edge, ties = _edge_of_few(
+                members, num_members, num_before, mass_before, limits, FEW, STEP
+            )
+        elif (mode == SEARCH) & (num_members <= CAPACITY):
             places = tl.arange(0, CAPACITY)
             found = tl.load(
                 members + places, mask=places < num_members, other=INFINITY, cache_modifier=".cg"
             )
-            num_before = tl.load(state + BEFORE).to(tl.int32)
-            mass_before = tl.sum(below.to(tl.float64), 0)
-            edge, ties = _edge_of_members(
-                found, num_before, mass_before, nearest, farthest, top_k, top_p, total
-            )
-        else:
-            nearest = tl.where(mode == SEARCH, nearest, 0.0)
-            farthest = tl.where(mode == SEARCH, farthest, INFINITY)
-            edge, ties = _edge_of_row(
-                logits_ptr,
-                row_stride,
-                adjusted_ptr,
-                is_adjusted_ptr,
-                row,
-                maximum,
-                temperature,
-                vocab,
+            edge, ties = _find_edge(
+                (found, num_before, mass_before),
+                row_of,
+                scaled,
+                limits,
                 nearest,
                 farthest,
-                top_k,
-                top_p,
-                total,
                 BLOCK,
                 NUM_BLOCKS,
                 ADJUSTED,
+                WHOLE_ROW=False,
+            )
+        else:
+            edge, ties = _find_edge(
+                (0, 0, 0),
+                row_of,
+                scaled,
+                limits,
+                tl.where(mode == SEARCH, nearest, 0.0),
+                tl.where(mode == SEARCH, farthest, INFINITY),
+                BLOCK,
+                NUM_BLOCKS,
+                ADJUSTED,
+                WHOLE_ROW=True,
             )
         tl.store(state + EDGE, edge.to(tl.float64))
         tl.store(state + TIES, ties.to(tl.float64))
@@ -310,128 +319,37 @@ def _ties_in_nucleus(target, mass, weight, num_ties):
 
 
 @triton.jit
-def _edge_of_members(y, num_before, mass_before, nearest, farthest, top_k, top_p, total):
-    """(distance of the last token kept, how many at that distance are) among collected tokens."""
-    keys = _key(y)
-    weights = tl.exp(-y)
-    edge = _key(farthest)
-    ties = tl.sum((keys == edge).to(tl.int32), 0)
-    if top_k > 0:
-        at = _key(nearest)
-        while at < edge:
-            middle = edge - (edge - at) // 2
-            is_before = num_before + tl.sum((keys < middle).to(tl.int32), 0) < top_k
-            at = tl.where(is_before, middle, at)
-            edge = tl.where(is_before, edge, middle - 1)
-        num = num_before + tl.sum((keys < edge).to(tl.int32), 0)
-        ties = tl.minimum(tl.sum((keys == edge).to(tl.int32), 0), top_k - num)
-        mass = mass_before + tl.sum(tl.where(keys < edge, weights, 0.0), 0).to(tl.float64)
-        total = mass + ties.to(tl.float64) * _weight(edge)
-    if top_p < 1.0:
-        target = top_p * total
-        at = _key(nearest)
-        last = edge
-        while at < edge:
-            middle = edge - (edge - at) // 2
-            below = tl.sum(tl.where(keys < middle, weights, 0.0), 0).to(tl.float64)
-            is_before = mass_before + below < target
-            at = tl.where(is_before, middle, at)
-            edge = tl.where(is_before, edge, middle - 1)
-        mass = mass_before + tl.sum(tl.where(keys < edge, weights, 0.0), 0).to(tl.float64)
-        num_equal = tl.sum((keys == edge).to(tl.int32), 0)
-        ties = tl.where(edge == last, tl.minimum(ties, num_equal), num_equal)
-        ties = _ties_in_nucleus(target, mass, _weight(edge), ties)
-    return edge.to(tl.float32, bitcast=True), ties
-
-
-@triton.jit
-def _below(
-    key,
-    logits_ptr,
-    row_stride,
-    adjusted_ptr,
-    is_adjusted_ptr,
-    row,
-    maximum,
-    temperature,
-    vocab,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-):
-    """(how many tokens of the row are nearer than `key`, their mass, how many are at it)."""
-    nums = tl.zeros([BLOCK], tl.int32)
-    equals = tl.zeros([BLOCK], tl.int32)
-    masses = tl.zeros([BLOCK], tl.float64)
-    for block in range(0, NUM_BLOCKS):
-        ids = block * BLOCK + tl.arange(0, BLOCK)
-        scores = load_scores(
-            logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
-        )
-        y = distances(maximum, scores, temperature)
-        is_below = (_key(y) < key) & (ids < vocab)
-        nums += is_below.to(tl.int32)
-        equals += ((_key(y) == key) & (ids < vocab)).to(tl.int32)
-        masses += tl.where(is_below, tl.exp(-y), 0.0).to(tl.float64)
-    return tl.sum(nums, 0), tl.sum(masses, 0), tl.sum(equals, 0)
-
-
-@triton.jit
-def _edge_of_row(
-    logits_ptr,
-    row_stride,
-    adjusted_ptr,
-    is_adjusted_ptr,
-    row,
-    maximum,
-    temperature,
-    vocab,
+def _find_edge(
+    members,
+    row_of,
+    scaled,
+    limits,
     nearest,
     farthest,
-    top_k,
-    top_p,
-    total,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     ADJUSTED: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
 ):
-    """As `_edge_of_members`, reading the whole row at every step: for what nothing else settles,
-    such as thousands of equal tokens at the edge."""
+    """(distance of the last token kept, how many at that distance are), between two distances.
+
+    Among the collected tokens; or reading the whole row at every step, for what nothing else
+    settles, such as thousands of tokens of a few distances at the edge.
+    """
+    top_k, top_p, total = limits
     edge = _key(farthest)
-    ties = vocab
+    ties = scaled[2]
     if top_k > 0:
         at = _key(nearest)
         while at < edge:
             middle = edge - (edge - at) // 2
             num, mass, equal = _below(
-                middle,
-                logits_ptr,
-                row_stride,
-                adjusted_ptr,
-                is_adjusted_ptr,
-                row,
-                maximum,
-                temperature,
-                vocab,
-                BLOCK,
-                NUM_BLOCKS,
-                ADJUSTED,
+                middle, members, row_of, scaled, BLOCK, NUM_BLOCKS, ADJUSTED, WHOLE_ROW
             )
             at = tl.where(num < top_k, middle, at)
             edge = tl.where(num < top_k, edge, middle - 1)
         num, mass, equal = _below(
-            edge,
-            logits_ptr,
-            row_stride,
-            adjusted_ptr,
-            is_adjusted_ptr,
-            row,
-            maximum,
-            temperature,
-            vocab,
-            BLOCK,
-            NUM_BLOCKS,
-            ADJUSTED,
+            edge, members, row_of, scaled, BLOCK, NUM_BLOCKS, ADJUSTED, WHOLE_ROW
         )
         ties = tl.minimum(equal, top_k - num)
         total = mass + ties.to(tl.float64) * _weight(edge)
@@ -442,38 +360,104 @@ def _edge_of_row(
         while at < edge:
             middle = edge - (edge - at) // 2
             num, mass, equal = _below(
-                middle,
-                logits_ptr,
-                row_stride,
-                adjusted_ptr,
-                is_adjusted_ptr,
-                row,
-                maximum,
-                temperature,
-                vocab,
-                BLOCK,
-                NUM_BLOCKS,
-                ADJUSTED,
+                middle, members, row_of, scaled, BLOCK, NUM_BLOCKS, ADJUSTED, WHOLE_ROW
             )
             at = tl.where(mass < target, middle, at)
             edge = tl.where(mass < target, edge, middle - 1)
         num, mass, equal = _below(
-            edge,
-            logits_ptr,
-            row_stride,
-            adjusted_ptr,
-            is_adjusted_ptr,
-            row,
-            maximum,
-            temperature,
-            vocab,
-            BLOCK,
-            NUM_BLOCKS,
-            ADJUSTED,
+            edge, members, row_of, scaled, BLOCK, NUM_BLOCKS, ADJUSTED, WHOLE_ROW
         )
         ties = tl.where(edge == last, tl.minimum(ties, equal), equal)
         ties = _ties_in_nucleus(target, mass, _weight(edge), ties)
     return edge.to(tl.float32, bitcast=True), ties
+
+
+@triton.jit
+def _below(
+    key,
+    members,
+    row_of,
+    scaled,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    ADJUSTED: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
+):
+    """(how many tokens are nearer than `key`, their mass, how many are at it)."""
+    if WHOLE_ROW:
+        logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row = row_of
+        maximum, scale, vocab = scaled
+        nums = tl.zeros([BLOCK], tl.int32)
+        equals = tl.zeros([BLOCK], tl.int32)
+        masses = tl.zeros([BLOCK], tl.float64)
+        for block in range(0, NUM_BLOCKS):
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            scores = load_scores(
+                logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
+            )
+            y = distances(maximum, scores, scale)
+            is_below = (_key(y) < key) & (ids < vocab)
+            nums += is_below.to(tl.int32)
+            equals += ((_key(y) == key) & (ids < vocab)).to(tl.int32)
+            masses += tl.where(is_below, tl.exp(-y), 0.0).to(tl.float64)
+        return tl.sum(nums, 0), tl.sum(masses, 0), tl.sum(equals, 0)
+    else:
+        found, num_before, mass_before = members
+        keys = _key(found)
+        num = num_before + tl.sum((keys < key).to(tl.int32), 0)
+        mass = tl.sum(tl.where(keys < key, _exact_weight(found), 0), 0)
+        mass = mass_before + mass.to(tl.float64) * (1.0 / EXACT)
+        return num, mass, tl.sum((keys == key).to(tl.int32), 0)
+
+
+@triton.jit
+def _exact_weight(y):
+    """Weights as integers, whose sums do not depend on the order in which tokens were collected."""
+    return (tl.exp(-y) * EXACT).to(tl.int64)
+
+
+@triton.jit
+def _edge_of_few(
+    members_ptr, num_members, num_before, mass_before, limits, FEW: tl.constexpr, STEP: tl.constexpr
+):
+    """As `_find_edge`, for up to FEW collected tokens: each is compared with all others."""
+    top_k, top_p, total = limits
+    places = tl.arange(0, FEW)
+    is_member = places < num_members
+    y = tl.load(members_ptr + places, mask=is_member, other=INFINITY, cache_modifier=".cg")
+    ranks = tl.zeros([FEW], tl.int32)
+    masses = tl.zeros([FEW], tl.int64)
+    start = 0
+    while start < num_members:
+        at = start + tl.arange(0, STEP)
+        other = tl.load(
+            members_ptr + at, mask=at < num_members, other=INFINITY, cache_modifier=".cg"
+        )
+        is_nearer = other[:, None] < y[None, :]
+        ranks += tl.sum(is_nearer.to(tl.int32), 0)
+        masses += tl.sum(tl.where(is_nearer, _exact_weight(other)[:, None], 0), 0)
+        start += STEP
+    ranks += num_before
+    mass = mass_before + masses.to(tl.float64) * (1.0 / EXACT)
+    edge = tl.max(tl.where(is_member, y, 0.0), 0)
+    ties = tl.sum((y == edge).to(tl.int32), 0)
+    if top_k > 0:
+        edge = tl.max(tl.where(is_member & (ranks < top_k), y, 0.0), 0)
+        is_edge = y == edge
+        rank = tl.max(tl.where(is_edge, ranks, 0), 0)
+        ties = tl.minimum(tl.sum(is_edge.to(tl.int32), 0), top_k - rank)
+        before = tl.max(tl.where(is_edge, mass, 0.0), 0)
+        total = before + ties.to(tl.float64) * _weight(_key(edge))
+    if top_p < 1.0:
+        target = top_p * total
+        last = edge
+        edge = tl.max(tl.where((mass < target) & (y <= last), y, 0.0), 0)
+        is_edge = y == edge
+        num_equal = tl.sum(is_edge.to(tl.int32), 0)
+        ties = tl.where(edge == last, tl.minimum(ties, num_equal), num_equal)
+        before = tl.max(tl.where(is_edge, mass, 0.0), 0)
+        ties = _ties_in_nucleus(target, before, _weight(_key(edge)), ties)
+    return edge, ties
 
 
 @triton.jit
@@ -509,12 +493,12 @@ def draw_kept_kernel(
     maximum = tl.load(state + MAXIMUM).to(tl.float32)
     edge = tl.load(state + EDGE).to(tl.float32)
     min_p = tl.load(doubles_ptr + slot * (WORDS // 2) + MIN_P)
-    temperature = tl.load(floats_ptr + slot * WORDS + TEMPERATURE)
+    scale = reciprocal(tl.load(floats_ptr + slot * WORDS + TEMPERATURE))
     ids = block * BLOCK + tl.arange(0, BLOCK)
     scores = load_scores(
         logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
     )
-    y = distances(maximum, scores, temperature)
+    y = distances(maximum, scores, scale)
     weights = tl.exp(-y)
     weights = tl.where(weights.to(tl.float64) >= min_p, weights, 0.0)
     partials = partials_ptr + row * (5 * BLOCKS_POW2)
@@ -540,7 +524,7 @@ def draw_kept_kernel(
         scores = load_scores(
             logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
         )
-        y = distances(maximum, scores, temperature)
+        y = distances(maximum, scores, scale)
         weights = tl.exp(-y)
         is_tie = (y == edge) & (weights > 0)
         is_kept = (y < edge) | (is_tie & (tl.cumsum(is_tie.to(tl.int32), 0) <= left_here))

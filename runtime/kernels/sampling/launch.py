@@ -40,6 +40,7 @@ from runtime.kernels.workspace import Workspace
 BLOCK = 4096  # of the vocabulary; part of what a draw means: sums are taken by blocks
 NUM_WARPS = 4
 CAPACITY = 2048  # tokens among which an edge is looked for at once
+FEW = 256  # tokens among which every one is compared with every other
 NUM_ROUNDS = 2
 LIST = 64  # biased or masked ids looked at at once
 MAX_TOP = 32  # alternatives found by repeated maxima; more of them are sorted out by torch
@@ -252,6 +253,7 @@ def _search(rows: Rows, views: dict[str, Tensor], slots_R: Tensor, state: Tensor
         rows.vocab,
         num_rows,
         CAPACITY=CAPACITY,
+        FEW=FEW,
         **rows.adjusting,
     )
 

@@ -174,8 +174,9 @@ def draw(
 
     temperature_R float32, top_k_R int64, top_p_R, min_p_R and draws_R float64.
     """
-    # Shifted by the maximum first: a small temperature must not overflow.
-    scores_RV.sub_(scores_RV.amax(-1, keepdim=True)).div_(temperature_R.unsqueeze(1))
+    # Shifted by the maximum first: a small temperature must not overflow. The reciprocal is rounded
+    # once; kernels multiply by the same one, so that scores are equal here and there.
+    scores_RV.sub_(scores_RV.amax(-1, keepdim=True)).mul_(temperature_R.reciprocal().unsqueeze(1))
     is_filtered = (top_k_R > 0) | (top_p_R < 1.0) | (min_p_R > 0.0)
     rows = is_filtered.nonzero().squeeze(1)
     if rows.numel():
