@@ -74,36 +74,40 @@ def gemv(name: str, kind: str, **given: Any) -> CompileCase:
     )
 
 
-def tma(name: str, kind: str, block_n: int) -> CompileCase:
+def tma(name: str, kind: str, block_m: int, block_n: int, splits: int = 1) -> CompileCase:
+    absent = {"partials_ptr": None, "counters_ptr": None} if splits == 1 else {}
+    scratch = {"partials_ptr": "*i32", "counters_ptr": "*i32"} if splits > 1 else {}
     return CompileCase(
         name=name,
         kernel=f"{MODULE}:gemm_tma",
         signature={
-            "x_desc": f"tensordesc<{kind}[128, 128]>",
+            "x_desc": f"tensordesc<{kind}[{block_m}, 128]>",
             "w_desc": f"tensordesc<{kind}[{block_n}, 128]>",
+            "w_ptr": f"*{kind}",
             "out_ptr": "*bf16",
             "row_scale_ptr": "*fp32",
             "channel_scale_ptr": "*fp32",
-            "M": "i32",
-            "N": "i32",
-            "K": "i32",
+            **scratch,
+            **dict.fromkeys(("M", "N", "K", "split_k"), "i32"),
         },
         constexprs={
-            "BLOCK_M": 128,
+            "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "BLOCK_K": 128,
             "GROUP_M": 8,
-            "NUM_PROGRAMS": 132,
+            "SPLITS": splits,
             "EXACT_EVERY": None if kind == "i8" else 128,
+            "PREFETCH": 1024 if block_m < 64 else 0,
             "IS_INT": kind == "i8",
-            "FLATTEN": False,
+            "IS_SWAPPED": block_m < 64,
             "PDL": True,
             "bias_ptr": None,
+            **absent,
         },
         targets=("sm90",),
-        num_warps=8,
+        num_warps=4,
         num_stages=3,
-        aligned=("N", "K"),
+        aligned=("N", "K", "split_k"),
         expects={"sm90": ("wgmma.mma_async", "cp.async.bulk.tensor")},
     )
 
@@ -116,6 +120,7 @@ COMPILE_CASES = [
     gemm("fp8-m64-ragged", "fp8e4nv", has_scales=True, BLOCK_N=64, BLOCK_M=64, EVEN_K=False),
     gemv("gemv-bf16", "bf16", BLOCK_N=4, BLOCK_K=2048),
     gemv("gemv-fp8", "fp8e4nv", BLOCK_N=4, BLOCK_K=2048),
-    tma("tma-int8", "i8", 256),
-    tma("tma-fp8", "fp8e4nv", 128),
+    tma("tma-int8", "i8", 128, 128),
+    tma("tma-int8-m16-split", "i8", 16, 64, splits=4),
+    tma("tma-fp8", "fp8e4nv", 64, 128),
 ]

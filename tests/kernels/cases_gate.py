@@ -5,6 +5,7 @@ from __future__ import annotations
 from compile_case import CompileCase
 
 NO_PDL = {"PDL": False}
+PORTABLE = {"PDL": False, "USE_PTX": False}
 
 
 def gated(name: str, out: str, act: str, block: int, num_warps: int) -> CompileCase:
@@ -20,10 +21,11 @@ def gated(name: str, out: str, act: str, block: int, num_warps: int) -> CompileC
             "BLOCK": block,
             "IS_QUANTIZED": is_quantized,
             "IS_FLOAT": is_fp8,
+            "USE_PTX": True,
             "PDL": True,
             **({} if is_quantized else {"scale_ptr": None}),
         },
-        overrides={} if is_fp8 else {"sm80": NO_PDL, "gfx942": NO_PDL},
+        overrides={} if is_fp8 else {"sm80": NO_PDL, "gfx942": PORTABLE},
         targets=("sm90", "sm100") if is_fp8 else ("sm80", "sm90", "sm100", "gfx942"),
         num_warps=num_warps,
         aligned=("width",),

@@ -34,6 +34,7 @@ def norm(name: str, out: str, *, has_residual: bool, block: int, num_warps: int)
             "HAS_RESIDUAL": has_residual,
             "IS_QUANTIZED": is_quantized,
             "IS_FLOAT": is_fp8,
+            "USE_FMA": True,
             "PDL": True,
             **absent,
         },

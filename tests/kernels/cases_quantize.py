@@ -14,7 +14,7 @@ COMPILE_CASES = [
             "scale_ptr": "*fp32",
             "width": "i32",
         },
-        constexprs={"BLOCK": block, "IS_FLOAT": kind == "fp8", "PDL": True},
+        constexprs={"BLOCK": block, "IS_FLOAT": kind == "fp8", "USE_FMA": True, "PDL": True},
         overrides={"sm80": {"PDL": False}, "gfx942": {"PDL": False}} if kind == "int8" else {},
         targets=("sm80", "sm90", "sm100", "gfx942") if kind == "int8" else ("sm90", "sm100"),
         num_warps=warps,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.kernels.backend import KernelTarget, target_of, uses_triton
-from runtime.kernels.dense.choose import fixed_tile, gemv_tile
+from runtime.kernels.dense.choose import fixed_tile, gemv_tile, measured_tile
 from runtime.kernels.dense.product import Product, Tile
 from runtime.kernels.workspace import KernelOptions
 
@@ -58,6 +58,8 @@ def choose_tile(x_TK: Tensor, w_NK: Tensor, options: KernelOptions) -> Tile:
     target: KernelTarget = target_of(x_TK.device)
     if options.deterministic:
         return fixed_tile(w_NK.element_size(), target)
-    if x_TK.shape[0] == 1:
-        return gemv_tile(w_NK.shape[1], w_NK.element_size())
-    return LIBRARY
+    shape = (x_TK.shape[0], w_NK.shape[0], w_NK.shape[1])
+    found = measured_tile("dense", shape, target)
+    if found is not None:
+        return found
+    return gemv_tile(w_NK.shape[1], w_NK.element_size()) if shape[0] == 1 else LIBRARY

@@ -112,7 +112,7 @@ def gemv(
     finish(acc, n, m, N, 1, out_ptr, row_scale_ptr, channel_scale_ptr, bias_ptr)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm(
     x_ptr,
     w_ptr,
@@ -171,9 +171,9 @@ def gemm(
             w = tl.load(w_ptrs)
             x = tl.load(x_ptrs)
         else:
-            left = K - start - tl.arange(0, BLOCK_K)
-            w = tl.load(w_ptrs, mask=left[None, :] > 0, other=0.0)
-            x = tl.load(x_ptrs, mask=left[:, None] > 0, other=0.0)
+            is_there = tl.arange(0, BLOCK_K) < K - start
+            w = tl.load(w_ptrs, mask=is_there[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=is_there[:, None], other=0.0)
         acc = tl.dot(
             w, x, acc, out_dtype=ACC, max_num_imprecise_acc=EXACT_EVERY, input_precision="ieee"
         )
@@ -207,59 +207,79 @@ def gemm(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_tma(
     x_desc,
     w_desc,
+    w_ptr,
     out_ptr,
+    partials_ptr,
+    counters_ptr,
     row_scale_ptr,
     channel_scale_ptr,
     bias_ptr,
     M,
     N,
     K,
+    split_k,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
+    SPLITS: tl.constexpr,
     EXACT_EVERY: tl.constexpr,
+    PREFETCH: tl.constexpr,
     IS_INT: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tiles [BLOCK_M, BLOCK_N] of x W^T through the copy engine, NUM_PROGRAMS at a time.
+    """Tiles of x W^T over parts of K through the copy engine, as many at a time as programs.
 
-    Tiles go GROUP_M rows of tiles at a time, so that those in flight share their operands in L2.
-    What lies past the edges reads as zero.
+    IS_SWAPPED makes the weights the left operand, for fewer rows than the 64 it takes. Tiles go
+    GROUP_M rows of tiles at a time, so that those in flight share their operands in L2. What lies
+    past the edges reads as zero.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
+    num_tiles = num_m * num_n
     ACC: tl.constexpr = tl.int32 if IS_INT else tl.float32
-    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS, flatten=FLATTEN):
+    if PDL:
+        if PREFETCH > 0:
+            tile, split = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
+            first = tl.minimum((tile // num_m) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+            size = tl.minimum(K - split * split_k, PREFETCH)
+            prefetch_rows(w_ptr + first.to(tl.int64) * K + split * split_k, size)
+        tl.extra.cuda.gdc_wait()
+    for unit in tl.range(tl.program_id(0), num_tiles * SPLITS, tl.num_programs(0)):
+        tile = unit % num_tiles
+        split = unit // num_tiles
         group = tile // (GROUP_M * num_n)
         rows = tl.minimum(num_m - group * GROUP_M, GROUP_M)
         within = tile % (GROUP_M * num_n)
         first_m = (group * GROUP_M + within % rows) * BLOCK_M
         first_n = (within // rows) * BLOCK_N
-        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
-        for start in range(0, K, BLOCK_K):
+        if IS_SWAPPED:
+            acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=ACC)
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
+        for start in range(split * split_k, tl.minimum(K, (split + 1) * split_k), BLOCK_K):
             x = x_desc.load([first_m, start])
             w = w_desc.load([first_n, start])
-            acc = tl.dot(x, w.T, acc, out_dtype=ACC, max_num_imprecise_acc=EXACT_EVERY)
+            if IS_SWAPPED:
+                acc = tl.dot(w, x.T, acc, out_dtype=ACC, max_num_imprecise_acc=EXACT_EVERY)
+            else:
+                acc = tl.dot(x, w.T, acc, out_dtype=ACC, max_num_imprecise_acc=EXACT_EVERY)
         m = first_m + tl.arange(0, BLOCK_M)
         n = first_n + tl.arange(0, BLOCK_N)
-        finish(
-            acc,
-            n[None, :],
-            m[:, None],
-            N,
-            M,
-            out_ptr,
-            row_scale_ptr,
-            channel_scale_ptr,
-            bias_ptr,
-        )
+        if IS_SWAPPED:
+            m, n = m[None, :], n[:, None]
+        else:
+            m, n = m[:, None], n[None, :]
+        if SPLITS == 1:
+            finish(acc, n, m, N, M, out_ptr, row_scale_ptr, channel_scale_ptr, bias_ptr)
+        else:
+            total, is_last = sum_splits(acc, partials_ptr, counters_ptr, tile, split, SPLITS)
+            if is_last:
+                finish(total, n, m, N, M, out_ptr, row_scale_ptr, channel_scale_ptr, bias_ptr)

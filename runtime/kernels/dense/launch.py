@@ -104,26 +104,35 @@ def exact_every(product: Product, tile: Tile) -> int | None:
 
 def launch_tma(product: Product, tile: Tile, out: Tensor, target: KernelTarget) -> None:
     num_rows, num_channels, width = product.shape
+    split_k = triton.cdiv(triton.cdiv(width, tile.block_k), tile.splits) * tile.block_k
+    splits = triton.cdiv(width, split_k)
     num_tiles = triton.cdiv(num_channels, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
-    num_programs = min(num_tiles, tile.per_sm * target.num_sms)
+    partials, counters = scratch(product, splits, num_tiles, tile)
+    num_units = num_tiles * splits
+    num_programs = min(num_units, tile.per_sm * target.num_sms)
     gemm_tma[(num_programs,)](
         TensorDescriptor.from_tensor(product.x_MK, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(product.w_NK, [tile.block_n, tile.block_k]),
+        product.w_NK,
         out,
+        partials,
+        counters,
         product.row_scale_M,
         product.channel_scale_N,
         product.bias_N,
         num_rows,
         num_channels,
         width,
+        split_k,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         GROUP_M=GROUP_M,
-        NUM_PROGRAMS=num_programs,
+        SPLITS=splits,
         EXACT_EVERY=exact_every(product, tile),
+        PREFETCH=PREFETCH_BYTES if num_rows <= 256 else 0,
         IS_INT=product.w_NK.dtype == torch.int8,
-        FLATTEN=False,
+        IS_SWAPPED=tile.block_m < 64,
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

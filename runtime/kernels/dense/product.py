@@ -44,8 +44,8 @@ class Tile:
     """Which kernel computes a product, in blocks of what size.
 
     gemv: one row; blocks of block_n channels by block_k columns. gemm: blocks of block_n by
-    block_m, K in `splits` parts. tma: the same without splits, through the copy engine, `per_sm`
-    programs on each multiprocessor. torch: the library's own matmul, to which sizes mean nothing.
+    block_m, K in `splits` parts. tma: the same through the copy engine, `per_sm` programs on each
+    multiprocessor. torch: the library's own matmul, to which sizes mean nothing.
     """
 
     kernel: Literal["gemv", "gemm", "tma", "torch"]

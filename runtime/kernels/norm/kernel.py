@@ -26,6 +26,7 @@ def rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
     IS_FLOAT: tl.constexpr,
+    USE_FMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """What is quantized is the normed row rounded to x's type, as if it had been stored."""
@@ -48,7 +49,8 @@ def rms_norm_kernel(
     if IS_QUANTIZED:
         normed = normed.to(tl.float32)
         scale = row_scale(normed, IS_FLOAT)
-        tl.store(out_ptr + row * width + columns, row_codes(normed, scale, IS_FLOAT), mask=mask)
+        codes = row_codes(normed, scale, IS_FLOAT, USE_FMA)
+        tl.store(out_ptr + row * width + columns, codes, mask=mask)
         tl.store(scale_ptr + row, scale)
     else:
         tl.store(out_ptr + row * width + columns, normed, mask=mask)
@@ -86,6 +88,7 @@ def launch_rms_norm(
         HAS_RESIDUAL=residual_TE is not None,
         IS_QUANTIZED=scale_T is not None,
         IS_FLOAT=out_TE.dtype != torch.int8,
+        USE_FMA=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=row_warps(block),
         **launch_options(target),

@@ -23,17 +23,40 @@ def row_scale(x, IS_FLOAT: tl.constexpr):
 
 
 @triton.jit
-def row_codes(x, scale, IS_FLOAT: tl.constexpr):
-    """round_half_even(clamp(x / scale)) as e4m3 or int8 codes.
+def divide_row(x, scale, USE_FMA: tl.constexpr):
+    """x / scale rounded as IEEE division rounds it.
 
-    Adding and taking away 1.5 * 2^23 rounds a float32 to an integer, ties to even.
+    With fused multiply-add: one division a row, then the quotient's remainder times the reciprocal
+    corrects it (Markstein, IBM J. Res. Dev. 34(1), 1990). Tiny scales have no finite reciprocal.
     """
-    scaled = tl.div_rn(x, scale)
-    if IS_FLOAT:
-        codes = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
+    scaled = x
+    if USE_FMA:
+        if scale < 1e-30:
+            scaled = tl.div_rn(x, scale)
+        else:
+            reciprocal = tl.div_rn(1.0, scale)
+            quotient = x * reciprocal
+            remainder = tl.fma(-quotient, scale, x)
+            scaled = tl.fma(remainder, reciprocal, quotient)
     else:
-        clamped = tl.minimum(tl.maximum(scaled, -128.0), 127.0)
-        codes = ((clamped + 12582912.0) - 12582912.0).to(tl.int8)
+        scaled = tl.div_rn(x, scale)
+    return scaled
+
+
+@triton.jit
+def row_codes(x, scale, IS_FLOAT: tl.constexpr, USE_FMA: tl.constexpr):
+    """round_half_even(clamp(x / scale)) as e4m3 or int8 codes; `scale` is the row's `row_scale`.
+
+    The quotients are within the codes' range by an ulp, which rounding takes back, but for the
+    upper end of int8. Adding 1.5 * 2^23 rounds a float32 to an integer, ties to even, whose low
+    byte is then the code.
+    """
+    scaled = divide_row(x, scale, USE_FMA)
+    if IS_FLOAT:
+        codes = scaled.to(tl.float8e4nv)
+    else:
+        shifted = tl.minimum(scaled, 127.0) + 12582912.0
+        codes = shifted.to(tl.int32, bitcast=True).to(tl.int8)
     return codes
 
 
@@ -45,6 +68,7 @@ def quantize_kernel(
     width,
     BLOCK: tl.constexpr,
     IS_FLOAT: tl.constexpr,
+    USE_FMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -55,7 +79,7 @@ def quantize_kernel(
     mask = columns < width
     x = tl.load(x_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
     scale = row_scale(x, IS_FLOAT)
-    tl.store(codes_ptr + row * width + columns, row_codes(x, scale, IS_FLOAT), mask=mask)
+    tl.store(codes_ptr + row * width + columns, row_codes(x, scale, IS_FLOAT, USE_FMA), mask=mask)
     tl.store(scale_ptr + row, scale)
 
 
@@ -77,6 +101,7 @@ def launch_quantize(x_TK: Tensor, codes_TK: Tensor, scale_T: Tensor, target: Ker
         width,
         BLOCK=block,
         IS_FLOAT=codes_TK.dtype != torch.int8,
+        USE_FMA=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=row_warps(block),
         **launch_options(target),

@@ -36,4 +36,4 @@ def w8a16_linear(x_TK: Tensor, weight: W8A16Weight, bias_N: Tensor | None = None
 
 def tile_for(x_TK: Tensor, weight: W8A16Weight, target: KernelTarget) -> Tile:
     shape = (x_TK.shape[0], *weight.shape)
-    return choose_tile(shape, weight.options.deterministic, target)
+    return choose_tile(shape, weight.group, weight.options.deterministic, target)

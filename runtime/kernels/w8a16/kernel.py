@@ -128,7 +128,7 @@ def gemv_w8a16(
     finish(acc, n, m, N, 1, out_ptr, None, scale_ptr if GROUP == 0 else None, bias_ptr)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_w8a16(
     x_ptr,
     w_ptr,

@@ -15,7 +15,7 @@ from torch import Tensor
 from quant.artifact.layout import FP8, QuantizedWeight
 from quant.artifact.scheme import ActivationScheme
 from runtime.kernels.backend import KernelTarget, target_of
-from runtime.kernels.dense.choose import fixed_tile, small_tile
+from runtime.kernels.dense.choose import fixed_tile, gemv_tile, measured_tile, small_tile
 from runtime.kernels.dense.product import Product, Tile
 from runtime.kernels.quantize import QuantizedActivations
 from runtime.kernels.workspace import KernelOptions
@@ -23,6 +23,9 @@ from runtime.kernels.workspace import KernelOptions
 __all__ = ["W8A8Weight", "can_pack_w8a8", "pack_w8a8", "unpack_w8a8", "w8a8_linear"]
 
 MANY_ROWS = 512
+FEW_ROWS_FP8 = 128
+# Two programs on a multiprocessor: one stores its tile while the other multiplies.
+LARGE = Tile(kernel="tma", block_n=128, block_m=128, block_k=128, num_stages=3, per_sm=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +93,25 @@ def choose_tile(product: Product, target: KernelTarget) -> Tile:
     is_fp8 = product.w_NK.dtype == FP8
     if is_fp8 and product.options.deterministic:
         return fixed_tile(1, target)
-    if num_rows <= MANY_ROWS:
+    found = measured_tile("w8a8_fp8" if is_fp8 else "w8a8_int8", product.shape, target)
+    if found is not None and (found.kernel != "torch" or not is_fp8 or _has_scaled_mm(product)):
+        return found
+    if num_rows == 1 and (target.has_ptx or not is_fp8):
+        return gemv_tile(width, 1)
+    if num_rows <= (FEW_ROWS_FP8 if is_fp8 and _has_scaled_mm(product) else MANY_ROWS):
         return small_tile(num_rows, num_channels, width, 1, target)
-    if is_fp8 and product.dtype == torch.bfloat16 and product.x_MK.is_cuda:
+    if is_fp8 and _has_scaled_mm(product):
         return Tile(kernel="torch")
     if target.arch < 90:
         return small_tile(num_rows, num_channels, width, 1, target)
-    return Tile(kernel="tma", block_n=256, block_m=128, block_k=128, num_warps=8, num_stages=3)
+    return LARGE
+
+
+def _has_scaled_mm(product: Product) -> bool:
+    """Where the library multiplies e4m3 with scales per row and column."""
+    _, num_channels, width = product.shape
+    is_aligned = num_channels % 16 == 0 and width % 16 == 0
+    return product.x_MK.is_cuda and product.dtype == torch.bfloat16 and is_aligned
 
 
 def scaled_mm(product: Product) -> Tensor:

@@ -10,21 +10,22 @@ from runtime.kernels.backend import KernelTarget
 from runtime.kernels.dense.launch import launch as launch_product
 from runtime.kernels.dense.product import Product, Tile
 from runtime.kernels.quantize.kernel import launch_options
-from runtime.kernels.w8a8.kernel import gemv_int8
+from runtime.kernels.w8a8.kernel import gemv_words
 
 
 def launch(product: Product, tile: Tile, target: KernelTarget) -> Tensor:
-    """The product [M, N]; one row of int8 has a kernel of its own."""
-    if tile.kernel == "gemv" and product.w_NK.dtype == torch.int8:
-        return launch_gemv_int8(product, tile, target)
+    """The product [M, N]; one row has a kernel of its own, but for e4m3 without inline PTX."""
+    is_float = product.w_NK.dtype != torch.int8
+    if tile.kernel == "gemv" and (target.has_ptx or not is_float):
+        return launch_gemv_words(product, tile, target)
     return launch_product(product, tile, target)
 
 
-def launch_gemv_int8(product: Product, tile: Tile, target: KernelTarget) -> Tensor:
+def launch_gemv_words(product: Product, tile: Tile, target: KernelTarget) -> Tensor:
     """tile.block_k counts codes, four to a word."""
     _, num_channels, width = product.shape
     out = product.new_out()
-    gemv_int8[(triton.cdiv(num_channels, tile.block_n),)](
+    gemv_words[(triton.cdiv(num_channels, tile.block_n),)](
         product.x_MK.view(torch.int32),
         product.w_NK.view(torch.int32),
         out,
@@ -35,6 +36,7 @@ def launch_gemv_int8(product: Product, tile: Tile, target: KernelTarget) -> Tens
         width,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k // 4,
+        IS_FLOAT=product.w_NK.dtype != torch.int8,
         USE_PTX=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
