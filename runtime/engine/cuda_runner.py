@@ -94,7 +94,7 @@ class CudaRunner:
         if use_graphs and self._has_kernels:
             self._graphs = DecodeGraphs(graph_sizes(num_rows), self._decode_step, self._kept)
         self._dry: CudaRunner | None = None
-        self._readiness = Readiness(self, limits, device, self._graphs)
+        self._readiness = Readiness(self, limits, decoder.spec.vocab, device, self._graphs)
 
     @property
     def rows_per_slice(self) -> int:
@@ -145,7 +145,10 @@ class CudaRunner:
 
         For idle moments; steps may be in flight.
         """
-        return self._readiness.proceed()
+        is_more = self._readiness.proceed()
+        if not is_more:
+            self._dry = None
+        return is_more
 
     @property
     def step_cost(self) -> StepCost | None:

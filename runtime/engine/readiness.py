@@ -47,16 +47,21 @@ class BlankSteps(Protocol):
 
 
 class Readiness:
-    """The dry runs of one runner. step_cost: None until `proceed` has come to measure it."""
+    """The dry runs of one runner, whose logits have `vocab` columns.
+
+    step_cost: None until `proceed` has come to measure it.
+    """
 
     def __init__(
         self,
         steps: BlankSteps,
         limits: RunnerLimits,
+        vocab: int,
         device: torch.device,
         graphs: DecodeGraphs | None,
     ) -> None:
-        self._steps, self._limits, self._device, self._graphs = steps, limits, device, graphs
+        self._steps, self._limits, self._graphs = steps, limits, graphs
+        self._vocab, self._device = vocab, device
         self.step_cost: StepCost | None = None
 
     def compile_ahead(self) -> None:
@@ -75,15 +80,11 @@ class Readiness:
         Returns the bytes that graphs will take, if all are captured.
         """
         limits = self._limits
-        logits_RV = self._steps.blank_prompt(
-            limits.max_num_batched_tokens, limits.max_num_seqs, draw=False
-        )
-        rare = _rare_memory(logits_RV, limits.max_num_seqs)
-        del logits_RV
+        rare = self._rare_memory()
         logits_RV = self._steps.blank_prompt(
             limits.max_num_batched_tokens, limits.max_num_seqs, draw=True
         )
-        adjusted = logits_RV.new_empty(limits.max_num_seqs, logits_RV.shape[1], dtype=torch.float32)
+        adjusted = torch.empty_like(logits_RV, dtype=torch.float32)
         del logits_RV, rare, adjusted
         for kind in FIRST:
             self._steps.run_padding(limits.max_num_seqs, kind)
@@ -104,6 +105,16 @@ class Readiness:
         if self.step_cost is None and self._device.type == "cuda":
             self.step_cost = self._measured_cost()
         return False
+
+    def _rare_memory(self) -> list[Tensor]:
+        """What comes to stay once a request asks for it: tensors of these sizes.
+
+        A history for every slot (penalties), the buffer that graphs leave logits in (log-probs),
+        and what filters work in (one candidate in 16 or so of each row).
+        """
+        num_rows, vocab = self._limits.max_num_seqs, self._vocab
+        num_bytes = num_rows * vocab * (2 + 4) + num_rows * vocab // 8 + num_rows * vocab // 2
+        return [torch.empty(num_bytes, dtype=torch.uint8, device=self._device)]
 
     def _graph_bytes(self) -> int:
         """The activations of one decode step of the largest size, and each graph's own."""
@@ -140,19 +151,6 @@ class Readiness:
         work()
         torch.cuda.synchronize(self._device)
         return perf_counter() - began
-
-
-def _rare_memory(logits_RV: Tensor, num_rows: int) -> list[Tensor]:
-    """What comes to stay once a request asks for penalties or log-probs: tensors of these sizes.
-
-    A history for every slot, the buffer that graphs leave logits in, and what filters work in (a
-    candidate in 16 or so of each row).
-    """
-    vocab = logits_RV.shape[1]
-    filters = logits_RV.new_empty(num_rows, vocab // 2, dtype=torch.uint8)
-    counts = logits_RV.new_empty(num_rows, vocab, dtype=torch.int16)
-    mask = logits_RV.new_empty(num_rows, -(-vocab // 32), dtype=torch.int32)
-    return [counts, mask, filters, logits_RV.new_empty(num_rows, vocab)]
 
 
 def thin(decoder: DecoderLike) -> DecoderLike:

@@ -77,8 +77,8 @@ LIMITS = RunnerLimits(max_num_seqs=12, max_num_batched_tokens=64, max_model_len=
 
 def test_the_worst_step_is_as_large_as_the_limits() -> None:
     steps = BlankSteps()
-    assert Readiness(steps, LIMITS, torch.device("cpu"), None).run_worst_step() == 0
-    assert steps.prompts == [(64, 12, False), (64, 12, True)]
+    assert Readiness(steps, LIMITS, 32, torch.device("cpu"), None).run_worst_step() == 0
+    assert steps.prompts == [(64, 12, True)]
     assert {size for size, _ in steps.decodes} == {12}
 
 
@@ -114,7 +114,7 @@ def test_sizes_are_captured_when_needed_largest_first_when_idle(
     graphs.run(4, GREEDY)
     graphs.run(4, GREEDY)
     assert (steps.decodes, len(replayed)) == ([(4, GREEDY)], 1)
-    ready = Readiness(steps, LIMITS, torch.device("cpu"), graphs)
+    ready = Readiness(steps, LIMITS, 32, torch.device("cpu"), graphs)
     monkeypatch.setattr(steps, "run_padding", graphs.run)
     while ready.proceed():
         pass
