@@ -75,13 +75,13 @@ class CudaRunner:
         self.decoder, self.block_size = decoder, limits.block_size
         self._kv, self._limits = kv, limits
         device, num_rows = decoder.device, limits.max_num_seqs
-        self._device, self._has_kernels = device, bool(getattr(decoder, "has_kernels", False))
+        self._device, self.has_kernels = device, bool(getattr(decoder, "has_kernels", False))
         self._workspace = Workspace(device)
         self._state = DecodeState(num_rows, limits.num_columns, decoder.spec.vocab, device)
         self._planner = Planner(self._state, limits.block_size, is_deterministic=deterministic)
         self._spans = SpanForward(
             decoder, kv, self._state.last_tokens_N, limits.block_size,
-            has_kernels=self._has_kernels,
+            has_kernels=self.has_kernels,
         )  # fmt: skip
         self._rows_S5 = torch.zeros(num_rows, ROW_WIDTH, dtype=torch.int32, device=device)
         self._inputs = DecodeInputs.empty(num_rows, limits.num_columns, device)
@@ -91,7 +91,7 @@ class CudaRunner:
         self._seq_lens: tuple[int, ...] = ()
         self._logits_SV: Tensor | None = None
         self._graphs: DecodeGraphs | None = None
-        if use_graphs and self._has_kernels:
+        if use_graphs and self.has_kernels:
             self._graphs = DecodeGraphs(graph_sizes(num_rows), self._decode_step, self._kept)
         self._dry: CudaRunner | None = None
         self._readiness = Readiness(self, limits, decoder.spec.vocab, device, self._graphs)
@@ -158,7 +158,7 @@ class CudaRunner:
     @torch.inference_mode()
     def compile_ahead(self) -> None:
         """See `Readiness.compile_ahead`."""
-        if self._has_kernels:
+        if self.has_kernels:
             self._readiness.compile_ahead()
 
     def run_padding(self, num_rows: int, kind: Kind) -> None:
@@ -166,7 +166,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def compile_steps(self, decodes: Seq[tuple[int, Kind]], prompts: Seq[int]) -> None:
-        if not self._has_kernels:
+        if not self.has_kernels:
             return
         if self._dry is None:
             self._dry = CudaRunner(thin(self.decoder), self._kv, self._limits, use_graphs=False)
@@ -229,12 +229,12 @@ class CudaRunner:
             token_ids_T=inputs.token_ids_S,
             positions_T=inputs.positions_S,
             slots_T=inputs.kv_slots_S,
-            block_tables_SB=tables_SB if self._has_kernels else tables_SB.long(),
-            query_lens=() if self._has_kernels else (1,) * num_rows,
-            seq_lens=() if self._has_kernels else self._seq_lens,
-            logit_rows_R=None if self._has_kernels else self._row_numbers_S[:num_rows],
-            query_starts_S1=self._starts_S1[: num_rows + 1] if self._has_kernels else None,
-            seq_lens_S=inputs.seq_lens_S if self._has_kernels else None,
+            block_tables_SB=tables_SB if self.has_kernels else tables_SB.long(),
+            query_lens=() if self.has_kernels else (1,) * num_rows,
+            seq_lens=() if self.has_kernels else self._seq_lens,
+            logit_rows_R=None if self.has_kernels else self._row_numbers_S[:num_rows],
+            query_starts_S1=self._starts_S1[: num_rows + 1] if self.has_kernels else None,
+            seq_lens_S=inputs.seq_lens_S if self.has_kernels else None,
             num_decodes=num_rows,
             max_query_len=1,
         )

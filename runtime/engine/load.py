@@ -237,13 +237,18 @@ def _sizing_runner(
         block_size=config.block_size,
     )
     kv = make_cache(decoder, numerics.kv_cache_dtype, 1, config.block_size)
-    return CudaRunner(decoder, kv, limits, deterministic=config.deterministic)
+    return CudaRunner(decoder, kv, limits, deterministic=config.deterministic, use_graphs=False)
 
 
 def _pool_facts(sizing: CudaRunner | None, model: ModelFacts, config: EngineConfig) -> PoolFacts:
     """A GPU's pool is what the worst step leaves; that step also makes its kernels ready."""
     if sizing is None:
         return cpu_pool(available_host_bytes())
-    facts = cuda_pool(sizing.run_worst_step, sizing.decoder.device, config.gpu_memory_utilization)
+    facts = cuda_pool(
+        sizing.run_worst_step,
+        sizing.decoder.device,
+        config.gpu_memory_utilization,
+        has_graphs=sizing.has_kernels and not config.enforce_eager,
+    )
     # The pools hold one block more than they hand out.
     return replace(facts, pool_bytes=max(0, facts.pool_bytes - model.block_bytes))

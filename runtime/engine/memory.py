@@ -32,11 +32,15 @@ def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _
 
 
 def cuda_pool(
-    run_worst_step: Callable[[], int], device: torch.device, utilization: float
+    run_worst_step: Callable[[], int],
+    device: torch.device,
+    utilization: float,
+    *,
+    has_graphs: bool,
 ) -> PoolFacts:
     """What a device's pool may take, by running the worst step that can come.
 
-    `run_worst_step` gives the bytes to set aside for graphs, which are captured later.
+    `run_worst_step` gives the bytes that graphs take, which are captured later if `has_graphs`.
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -49,7 +53,7 @@ def cuda_pool(
         free=free,
         weights=weights,
         reserved=torch.cuda.memory_reserved(device),
-        graphs=graphs,
+        graphs=graphs if has_graphs else 0,
         utilization=utilization,
     )
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from runtime.engine.graphs import DecodeGraphs
+from runtime.engine.graphs import DecodeGraphs, graph_sizes
 from runtime.engine.memory import BYTES_PER_GRAPH
 from runtime.engine.model_runner import DecoderLike
 from runtime.engine.step_cost import StepCost, measure
@@ -77,7 +77,7 @@ class Readiness:
     def run_worst_step(self) -> int:
         """Run the largest steps, so that their memory and kernels are there.
 
-        Returns the bytes that graphs will take, if all are captured.
+        Returns the bytes that graphs take, if all are captured.
         """
         limits = self._limits
         rare = self._rare_memory()
@@ -118,14 +118,13 @@ class Readiness:
 
     def _graph_bytes(self) -> int:
         """The activations of one decode step of the largest size, and each graph's own."""
-        if self._graphs is None:
-            return 0
+        num_rows = self._limits.max_num_seqs
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        self._steps.run_padding(self._limits.max_num_seqs, GREEDY)
+        self._steps.run_padding(num_rows, GREEDY)
         activations = torch.cuda.max_memory_allocated(self._device) - before
-        return activations + len(CAPTURED) * len(self._graphs.sizes) * BYTES_PER_GRAPH
+        return activations + len(CAPTURED) * len(graph_sizes(num_rows)) * BYTES_PER_GRAPH
 
     def _measured_cost(self) -> StepCost:
         limits = self._limits
