@@ -9,14 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels.backend import INTERPRETER
+from runtime.kernels.backend import INTERPRETER, KernelTarget
 from runtime.kernels.dense import dense_linear
+from runtime.kernels.dense.choose import reserve, scratch_size, small_tile
 from runtime.kernels.dense.product import Product, Tile
 from runtime.kernels.dense.reference import product_reference
 from runtime.kernels.workspace import KernelOptions, Workspace
 
 pytest.importorskip("triton")
 RELATIVE_ERROR = 1e-3
+H200 = KernelTarget(
+    name="NVIDIA H200", arch=90, num_sms=132, has_pdl=True, has_fp8=True, has_ptx=True
+)
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +92,22 @@ def test_gemm_float32() -> None:
 def test_gemm_tma(per_sm: int) -> None:
     tile = Tile(kernel="tma", block_n=64, block_m=32, block_k=32, per_sm=per_sm)
     check(product((70, 136, 104), has_bias=True), tile)
+
+
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (576, 576), (48, 96)])
+def test_reserved_scratch_is_enough_for_every_number_of_rows(shape: tuple[int, int]) -> None:
+    """Between the counts that `reserve` tries, a product never needs more."""
+
+    def choose(asked: tuple[int, int, int]) -> Tile:
+        return small_tile(*asked, 1, H200)
+
+    workspace = Workspace("cpu")
+    reserve(workspace, shape, choose)
+    workspace.freeze()
+    for num_rows in range(1, 1025):
+        num_floats, num_tiles = scratch_size(choose((num_rows, *shape)), (num_rows, *shape))
+        workspace.partials(num_floats)
+        workspace.counters(num_tiles)
 
 
 def test_no_rows() -> None:

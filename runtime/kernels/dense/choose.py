@@ -1,13 +1,18 @@
-"""Which kernel and tile a product of one shape gets: the card's table, or a rule where it is silent.
+"""Which kernel and tile a product of one shape gets: the card's table, else a rule.
 
 The rules were read off the sweeps on an H200 (`tiles/h200.json`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from runtime.kernels.backend import KernelTarget
 from runtime.kernels.dense.product import Tile
 from runtime.kernels.tiles import lookup
+from runtime.kernels.workspace import Workspace
+
+ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 
 
 def measured_tile(
@@ -44,6 +49,25 @@ def small_tile(
         num_warps=4,
         num_stages=stages if target.arch >= 90 else 3,
     )
+
+
+def reserve(
+    workspace: Workspace, shape: tuple[int, int], choose: Callable[[tuple[int, int, int]], Tile]
+) -> None:
+    """Make the scratch memory large enough for a weight [out, in] and every number of rows, so that
+    no later product grows it under a captured graph."""
+    for num_rows in ROW_COUNTS:
+        num_floats, num_tiles = scratch_size(choose((num_rows, *shape)), (num_rows, *shape))
+        workspace.partials(num_floats)
+        workspace.counters(num_tiles)
+
+
+def scratch_size(tile: Tile, shape: tuple[int, int, int]) -> tuple[int, int]:
+    """(partial sums, counters) of a product of shape (M, N, K)."""
+    if tile.splits == 1 or tile.kernel not in ("gemm", "tma"):
+        return 0, 0
+    num_tiles = -(-shape[1] // tile.block_n) * -(-shape[0] // tile.block_m)
+    return num_tiles * tile.splits * tile.block_n * tile.block_m, num_tiles
 
 
 def fixed_tile(item_bytes: int, target: KernelTarget) -> Tile:

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from quant.artifact.layout import QuantizedWeight
+from runtime.kernels.backend import target_of, uses_triton
+from runtime.kernels.dense.choose import reserve
+from runtime.kernels.w8a16.choose import choose_tile
 from runtime.kernels.workspace import KernelOptions
 
 BLOCKS = (128, 64, 32)
@@ -64,6 +67,13 @@ def pack_w8a16(
     """The weight on the device, reordered there; `dtype` is the compute type."""
     assert weight.scheme.weights is not None
     group = weight.scheme.weights.group_size or 0
+    if uses_triton(device):
+        target, deterministic = target_of(device), options.deterministic
+        reserve(
+            options.workspace,
+            weight.shape,
+            lambda shape: choose_tile(shape, group, deterministic, target),
+        )
     block = next(size for size in BLOCKS if _fits(size, weight.shape[1], group))
     zero_point = weight.zero_point
     if zero_point is not None:

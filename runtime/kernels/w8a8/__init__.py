@@ -14,8 +14,14 @@ from torch import Tensor
 
 from quant.artifact.layout import FP8, QuantizedWeight
 from quant.artifact.scheme import ActivationScheme
-from runtime.kernels.backend import KernelTarget, target_of
-from runtime.kernels.dense.choose import fixed_tile, gemv_tile, measured_tile, small_tile
+from runtime.kernels.backend import KernelTarget, target_of, uses_triton
+from runtime.kernels.dense.choose import (
+    fixed_tile,
+    gemv_tile,
+    measured_tile,
+    reserve,
+    small_tile,
+)
 from runtime.kernels.dense.product import Product, Tile
 from runtime.kernels.quantize import QuantizedActivations
 from runtime.kernels.workspace import KernelOptions
@@ -51,11 +57,20 @@ def pack_w8a8(
     weight: QuantizedWeight, dtype: torch.dtype, device: torch.device, options: KernelOptions
 ) -> W8A8Weight:
     """The weight on the device; `dtype` is the compute type, in which outputs come."""
-    assert weight.scheme.activations is not None
+    activations = weight.scheme.activations
+    assert activations is not None
+    if uses_triton(device):
+        target, is_fp8 = target_of(device), activations.kind == "float"
+        deterministic = options.deterministic
+        reserve(
+            options.workspace,
+            weight.shape,
+            lambda shape: tile_for(shape, is_fp8, dtype, deterministic, target),
+        )
     return W8A8Weight(
         codes_NK=weight.codes.to(device=device, copy=True).contiguous(),
         scale_N=weight.scale.flatten().to(device=device, dtype=torch.float32, copy=True),
-        activations=weight.scheme.activations,
+        activations=activations,
         dtype=dtype,
         options=options,
     )
@@ -89,29 +104,41 @@ def w8a8_linear(
 
 
 def choose_tile(product: Product, target: KernelTarget) -> Tile:
-    num_rows, num_channels, width = product.shape
     is_fp8 = product.w_NK.dtype == FP8
-    if is_fp8 and product.options.deterministic:
+    deterministic = product.options.deterministic
+    return tile_for(product.shape, is_fp8, product.dtype, deterministic, target)
+
+
+def tile_for(
+    shape: tuple[int, int, int],
+    is_fp8: bool,
+    dtype: torch.dtype,
+    deterministic: bool,
+    target: KernelTarget,
+) -> Tile:
+    """The tile of (M, N, K). int8 sums are exact, so any tile is a deterministic one."""
+    num_rows, num_channels, width = shape
+    if is_fp8 and deterministic:
         return fixed_tile(1, target)
-    found = measured_tile("w8a8_fp8" if is_fp8 else "w8a8_int8", product.shape, target)
-    if found is not None and (found.kernel != "torch" or not is_fp8 or _has_scaled_mm(product)):
+    has_library = is_fp8 and _has_scaled_mm(shape, dtype, target)
+    found = measured_tile("w8a8_fp8" if is_fp8 else "w8a8_int8", shape, target)
+    if found is not None and (found.kernel != "torch" or has_library):
         return found
     if num_rows == 1 and (target.has_ptx or not is_fp8):
         return gemv_tile(width, 1)
-    if num_rows <= (FEW_ROWS_FP8 if is_fp8 and _has_scaled_mm(product) else MANY_ROWS):
+    if num_rows <= (FEW_ROWS_FP8 if has_library else MANY_ROWS):
         return small_tile(num_rows, num_channels, width, 1, target)
-    if is_fp8 and _has_scaled_mm(product):
+    if has_library:
         return Tile(kernel="torch")
     if target.arch < 90:
         return small_tile(num_rows, num_channels, width, 1, target)
     return LARGE
 
 
-def _has_scaled_mm(product: Product) -> bool:
+def _has_scaled_mm(shape: tuple[int, int, int], dtype: torch.dtype, target: KernelTarget) -> bool:
     """Where the library multiplies e4m3 with scales per row and column."""
-    _, num_channels, width = product.shape
-    is_aligned = num_channels % 16 == 0 and width % 16 == 0
-    return product.x_MK.is_cuda and product.dtype == torch.bfloat16 and is_aligned
+    is_aligned = shape[1] % 16 == 0 and shape[2] % 16 == 0
+    return target.arch >= 90 and dtype == torch.bfloat16 and is_aligned
 
 
 def scaled_mm(product: Product) -> Tensor:

@@ -87,9 +87,9 @@ def gemv_words(
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`x` and `w` are int32 words of four codes, e4m3 where IS_FLOAT (needs USE_PTX); K counts codes,
-    BLOCK_K words. A program owns BLOCK_N channels and walks all of K; the next tile is asked for
-    before the one at hand is used, the first before anything is waited for."""
+    """`x` and `w` are int32 words of four codes, e4m3 where IS_FLOAT (needs USE_PTX). K counts
+    codes, BLOCK_K words. A program owns BLOCK_N channels and walks all of K; the next tile is
+    asked for before the one at hand is used, the first before anything is waited for."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     num_words = K // 4
