@@ -48,6 +48,7 @@ class DecodeGraphs:
         self._step, self._keep = step, keep
         self._captured: dict[tuple[int, Hashable], tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool: Any = None
+        self._stream: Any = None
         self._is_off = False
 
     @property
@@ -87,9 +88,10 @@ class DecodeGraphs:
     def _capture(self, size: int, kind: Hashable) -> torch.cuda.CUDAGraph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+            # One for all: libraries keep scratch memory for every stream they see.
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._step(size, kind)
