@@ -20,6 +20,7 @@ from runtime.engine.resolve import PoolFacts
 _CGROUP = Path("/sys/fs/cgroup")
 # A captured step of 32 layers, as measured: its nodes, and what the driver keeps of each.
 BYTES_PER_GRAPH = 2 * 2**20
+LIBRARY_BYTES = 32 * 2**20  # scratch that cuBLAS keeps for the stream that captures
 
 
 def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from runtime.engine.graphs import DecodeGraphs, graph_sizes
-from runtime.engine.memory import BYTES_PER_GRAPH
+from runtime.engine.memory import BYTES_PER_GRAPH, LIBRARY_BYTES
 from runtime.engine.model_runner import DecoderLike
 from runtime.engine.step_cost import StepCost, measure
 from runtime.engine.step_plan import FILTERED_DRAW, GREEDY, RANDOM_DRAW, Kind, RunnerLimits
@@ -124,7 +124,8 @@ class Readiness:
         before = torch.cuda.memory_allocated(self._device)
         self._steps.run_padding(num_rows, GREEDY)
         activations = torch.cuda.max_memory_allocated(self._device) - before
-        return activations + len(CAPTURED) * len(graph_sizes(num_rows)) * BYTES_PER_GRAPH
+        num_graphs = len(CAPTURED) * len(graph_sizes(num_rows))
+        return activations + LIBRARY_BYTES + num_graphs * BYTES_PER_GRAPH
 
     def _measured_cost(self) -> StepCost:
         limits = self._limits
