@@ -19,7 +19,7 @@ PARAMETERS = {
 }
 SEARCHED = {name: PARAMETERS[name] for name in ("doubles_ptr", "floats_ptr", "ints_ptr")}
 SCRATCH = {"partials_ptr": "*fp32", "state_ptr": "*fp64", "counters_ptr": "*i32"}
-BLOCKS = {"BLOCK": 4096, "NUM_BLOCKS": 32, "BLOCKS_POW2": 32, "PDL": True}
+BLOCKS = {"BLOCK": 2048, "NUM_BLOCKS": 63, "BLOCKS_POW2": 64, "PDL": True}
 NO_PDL = {"sm80": {"PDL": False}, "gfx942": {"PDL": False}}
 SAMPLING = "runtime.kernels.sampling"
 
@@ -33,6 +33,19 @@ DRAW = {
     "ids_ptr": "*i32",
     "is_finite_ptr": "*u8",
     "vocab": "i32",
+}
+
+
+REPORTED = {
+    "logits_ptr": "*bf16",
+    "row_stride": "i32",
+    "slots_ptr": "*i32",
+    "ints_ptr": "*i32",
+    "partials_ptr": "*fp32",
+    "bounds_ptr": "*fp32",
+    "counters_ptr": "*i32",
+    "vocab": "i32",
+    "num_top": "i32",
 }
 
 
@@ -72,7 +85,7 @@ COMPILE_CASES = [
             "num_words": "i32",
         },
         constexprs={
-            "BLOCK": 4096,
+            "BLOCK": 2048,
             "NUM_BIASED": 300,
             "NUM_MASKED": 8,
             "LIST": 64,
@@ -147,20 +160,23 @@ COMPILE_CASES = [
         name="logprobs",
         kernel=f"{SAMPLING}.kernel_logprobs:logprobs_kernel",
         signature={
-            "logits_ptr": "*bf16",
-            "row_stride": "i32",
-            "slots_ptr": "*i32",
-            "ints_ptr": "*i32",
+            **REPORTED,
             "ids_ptr": "*i32",
-            "partials_ptr": "*fp32",
-            "best_ptr": "*i64",
-            "counters_ptr": "*i32",
             "chosen_ptr": "*fp32",
             "ranks_ptr": "*i32",
+        },
+        constexprs={**BLOCKS, "BY_SLOT": True},
+        overrides=NO_PDL,
+        aligned=("row_stride", "vocab"),
+    ),
+    CompileCase(
+        name="top",
+        kernel=f"{SAMPLING}.kernel_logprobs:top_kernel",
+        signature={
+            **REPORTED,
+            "best_ptr": "*i64",
             "top_ids_ptr": "*i32",
             "top_values_ptr": "*fp32",
-            "vocab": "i32",
-            "num_top": "i32",
         },
         constexprs={**BLOCKS, "TOP_POW2": 32, "BY_SLOT": True},
         overrides=NO_PDL,

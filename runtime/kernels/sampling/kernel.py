@@ -57,7 +57,7 @@ SEARCH = tl.constexpr(1)  # for the edge, by rounds that narrow [LOW, HIGH)
 ALL_KEPT = tl.constexpr(2)  # no edge: min_p alone
 SEARCH_WHOLE_ROW = tl.constexpr(3)  # for the edge, by one program: rounds do not help
 
-NUM_BINS = tl.constexpr(256)  # of a round
+NUM_BINS = tl.constexpr(64)  # of a round; every doubling doubles what a histogram costs
 
 
 @triton.jit

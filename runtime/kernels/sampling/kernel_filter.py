@@ -1,7 +1,7 @@
 """top_k, top_p and min_p in Triton, without sorting: find the edge, then draw from what is kept.
 
 Rounds narrow down the distances among which the last token kept must lie: a histogram of counts
-over 256 bins tells the exact rank of each bin and bounds its mass from both sides. When few tokens
+over 64 bins tells the exact rank of each bin and bounds its mass from both sides. When few tokens
 are left they are collected, and one program finds the edge among them by bisection on the bits of
 their distances (which order as integers, being >= 0). Widths of bins are powers of two, so every
 edge of a bin is exact.
@@ -103,12 +103,10 @@ def narrow_kernel(
     tl.store(partials + block, tl.sum(tl.where(y < low, weights, 0.0), 0))
     tl.store(partials + BLOCKS_POW2 + block, tl.sum(tl.where(is_inside, weights, 0.0), 0))
     in_widths = tl.where(is_inside, y - low, 0.0) * (1.0 / width)
-    bin_of = tl.where(is_inside, tl.minimum(in_widths.to(tl.int32), NUM_BINS - 1), NUM_BINS)
-    # One bin more would do for the tokens outside, but their number is a power of two.
-    at = tl.arange(0, 2 * NUM_BINS)
+    in_bin = tl.minimum(in_widths.to(tl.int32), NUM_BINS - 1)
+    at = tl.arange(0, NUM_BINS)
     histograms = histograms_ptr + row.to(tl.int64) * NUM_BLOCKS * NUM_BINS
-    counts_here = tl.histogram(bin_of, 2 * NUM_BINS)
-    tl.store(histograms + block * NUM_BINS + at, counts_here, mask=at < NUM_BINS)
+    tl.store(histograms + block * NUM_BINS + at, tl.histogram(in_bin, NUM_BINS, mask=is_inside))
     if is_last(counters_ptr + row, NUM_BLOCKS):
         bins = tl.arange(0, NUM_BINS)
         counts = tl.zeros([NUM_BINS], tl.int32)
@@ -235,14 +233,15 @@ def collect_kernel(
     tl.store(partials + block, tl.sum(tl.where(y < low, tl.exp(-y), 0.0), 0))
     tl.store(partials + BLOCKS_POW2 + block, tl.min(tl.where(is_member, y, INFINITY), 0))
     tl.store(partials + 2 * BLOCKS_POW2 + block, tl.max(tl.where(is_member, y, 0.0), 0))
-    order = tl.cumsum(is_member.to(tl.int32), 0)
-    num_here = tl.max(order, 0)
+    num_here = tl.sum(is_member.to(tl.int32), 0)
+    is_collected = (mode == SEARCH) & (tl.load(state + MEMBERS) <= CAPACITY)
     members = members_ptr + row.to(tl.int64) * CAPACITY
-    if num_here > 0:
-        at = tl.atomic_add(counters_ptr + num_rows + row, num_here) + order - 1
+    if is_collected & (num_here > 0):
+        first = tl.atomic_add(counters_ptr + num_rows + row, num_here)
+        at = first + tl.cumsum(is_member.to(tl.int32), 0) - 1
         tl.store(members + at, y, mask=is_member & (at < CAPACITY))
     if is_last(counters_ptr + row, NUM_BLOCKS):
-        num_members = tl.atomic_xchg(counters_ptr + num_rows + row, 0)
+        num_found = tl.atomic_xchg(counters_ptr + num_rows + row, 0)
         blocks = tl.arange(0, BLOCKS_POW2)
         is_block = blocks < NUM_BLOCKS
         below = tl.load(partials + blocks, mask=is_block, other=0.0, cache_modifier=".cg")
@@ -262,14 +261,14 @@ def collect_kernel(
         limits = (top_k, top_p, tl.load(state + TOTAL))
         row_of = (logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row)
         scaled = (maximum, scale, vocab)
-        if (mode == SEARCH) & (num_members <= FEW):
+        if is_collected & (num_found <= FEW):
             edge, ties = _edge_of_few(
-                members, num_members, num_before, mass_before, limits, FEW, STEP
+                members, num_found, num_before, mass_before, limits, FEW, STEP
             )
-        elif (mode == SEARCH) & (num_members <= CAPACITY):
+        elif is_collected & (num_found <= CAPACITY):
             places = tl.arange(0, CAPACITY)
             found = tl.load(
-                members + places, mask=places < num_members, other=INFINITY, cache_modifier=".cg"
+                members + places, mask=places < num_found, other=INFINITY, cache_modifier=".cg"
             )
             edge, ties = _find_edge(
                 (found, num_before, mass_before),
@@ -461,6 +460,14 @@ def _edge_of_few(
 
 
 @triton.jit
+def round_up(x):
+    """The least float32 that is not under the float64 `x` >= 0."""
+    near = x.to(tl.float32)
+    above = (near.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
+    return tl.where(near.to(tl.float64) < x, above, near)
+
+
+@triton.jit
 def draw_kept_kernel(
     logits_ptr,
     row_stride,
@@ -492,7 +499,7 @@ def draw_kept_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     maximum = tl.load(state + MAXIMUM).to(tl.float32)
     edge = tl.load(state + EDGE).to(tl.float32)
-    min_p = tl.load(doubles_ptr + slot * (WORDS // 2) + MIN_P)
+    least = round_up(tl.load(doubles_ptr + slot * (WORDS // 2) + MIN_P))
     scale = reciprocal(tl.load(floats_ptr + slot * WORDS + TEMPERATURE))
     ids = block * BLOCK + tl.arange(0, BLOCK)
     scores = load_scores(
@@ -500,7 +507,7 @@ def draw_kept_kernel(
     )
     y = distances(maximum, scores, scale)
     weights = tl.exp(-y)
-    weights = tl.where(weights.to(tl.float64) >= min_p, weights, 0.0)
+    weights = tl.where(weights >= least, weights, 0.0)
     partials = partials_ptr + row * (5 * BLOCKS_POW2)
     tl.store(partials + block, tl.sum(tl.where(y < edge, weights, 0.0), 0))
     num_ties = tl.sum(((y == edge) & (weights > 0)).to(tl.int32), 0)
@@ -526,9 +533,10 @@ def draw_kept_kernel(
         )
         y = distances(maximum, scores, scale)
         weights = tl.exp(-y)
-        is_tie = (y == edge) & (weights > 0)
-        is_kept = (y < edge) | (is_tie & (tl.cumsum(is_tie.to(tl.int32), 0) <= left_here))
-        is_kept = is_kept & (weights.to(tl.float64) >= min_p)
-        weights = tl.where(is_kept, weights, 0.0)
+        weights = tl.where((weights >= least) & (y <= edge), weights, 0.0)
+        if left_here < tl.sum(tl.where(blocks == at, ties, 0), 0):
+            is_tie = (y == edge) & (weights > 0)
+            is_cut = is_tie & (tl.cumsum(is_tie.to(tl.int32), 0) > left_here)
+            weights = tl.where(is_cut, 0.0, weights)
         otherwise = tl.load(state + GREEDY_ID).to(tl.int32)
         tl.store(ids_ptr + row, draw_inside(weights, ids, target - before, otherwise))

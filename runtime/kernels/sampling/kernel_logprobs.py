@@ -38,6 +38,16 @@ def _score(key):
 
 
 @triton.jit
+def _is_wanted(slots_ptr, ints_ptr, row, BY_SLOT: tl.constexpr):
+    """True where the row's slot asks for log-probs; for every row unless BY_SLOT."""
+    if BY_SLOT:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        asked = tl.load(ints_ptr + slot * WORDS + NUM_LOGPROBS, mask=slot >= 0, other=-1)
+        return asked >= 0
+    return row >= 0
+
+
+@triton.jit
 def logprobs_kernel(
     logits_ptr,
     row_stride,
@@ -45,36 +55,29 @@ def logprobs_kernel(
     ints_ptr,
     ids_ptr,
     partials_ptr,
-    best_ptr,
+    bounds_ptr,
     counters_ptr,
     chosen_ptr,
     ranks_ptr,
-    top_ids_ptr,
-    top_values_ptr,
     vocab,
     num_top,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS_POW2: tl.constexpr,
-    TOP_POW2: tl.constexpr,
     BY_SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows whose slot wants log-probs (all rows unless BY_SLOT); the others are left unwritten.
+    """Log-probs and ranks of `ids_ptr`, for the rows that want them; the others stay unwritten.
 
     partials_ptr [R, 5, BLOCKS_POW2] float32: maximum, sum of exponentials, ids ranked before.
-    best_ptr [R, num_blocks, TOP_POW2] int64.
+    bounds_ptr [R, 2] float32: what no score among the num_top best is under; what is subtracted
+    from a score to make it a log-prob.
     """
     begin(PDL)
     block = tl.program_id(0)
     row = tl.program_id(1)
-    if BY_SLOT:
-        slot = tl.load(slots_ptr + row).to(tl.int64)
-        if slot < 0:
-            return
-        num_wanted = tl.load(ints_ptr + slot * WORDS + NUM_LOGPROBS)
-        if num_wanted < 0:
-            return
+    if not _is_wanted(slots_ptr, ints_ptr, row, BY_SLOT):
+        return
     chosen = tl.load(ids_ptr + row).to(tl.int32)
     own = tl.load(logits_ptr + row.to(tl.int64) * row_stride + chosen).to(tl.float32)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -86,14 +89,6 @@ def logprobs_kernel(
     tl.store(partials + BLOCKS_POW2 + block, tl.sum(tl.exp(scores - top), 0))
     num_before = tl.sum((is_before & (ids < vocab)).to(tl.int32), 0)
     tl.store(partials + 2 * BLOCKS_POW2 + block, num_before.to(tl.float32))
-    row_best = best_ptr + row.to(tl.int64) * NUM_BLOCKS * TOP_POW2
-    keys = _keys(scores, ids, vocab)
-    place = 0
-    while place < num_top:
-        best = tl.max(keys, 0)
-        tl.store(row_best + block * TOP_POW2 + place, best)
-        keys = tl.where(keys == best, LOWEST, keys)
-        place += 1
     if is_last(counters_ptr + row, NUM_BLOCKS):
         blocks = tl.arange(0, BLOCKS_POW2)
         is_block = blocks < NUM_BLOCKS
@@ -105,24 +100,80 @@ def logprobs_kernel(
             partials + 2 * BLOCKS_POW2 + blocks, mask=is_block, other=0.0, cache_modifier=".cg"
         )
         maximum = tl.max(tops, 0)
-        norm = tl.log(tl.sum(sums * tl.exp(tops - maximum), 0))
-        tl.store(chosen_ptr + row, tl.maximum(own - maximum - norm, FLOOR))
+        norm = maximum + tl.log(tl.sum(sums * tl.exp(tops - maximum), 0))
+        tl.store(chosen_ptr + row, tl.maximum(own - norm, FLOOR))
         tl.store(ranks_ptr + row, tl.sum(before.to(tl.int32), 0) + 1)
-        if num_top > 0:
-            places = tl.arange(0, TOP_POW2)
-            found = tl.load(
-                row_best + blocks[:, None] * TOP_POW2 + places[None, :],
-                mask=is_block[:, None] & (places < num_top)[None, :],
-                other=LOWEST,
-                cache_modifier=".cg",
-            )
-            place = 0
-            while place < num_top:
-                best = tl.max(tl.max(found, 1), 0)
-                found = tl.where(found == best, LOWEST, found)
-                value = tl.maximum(_score(best) - maximum - norm, FLOOR)
-                tl.store(
-                    top_ids_ptr + row * num_top + place, ((best & ID_BITS) ^ ID_BITS).to(tl.int32)
-                )
-                tl.store(top_values_ptr + row * num_top + place, value)
-                place += 1
+        # num_top blocks have a score at or over the maximum of the one ranked num_top among them.
+        ranks = tl.sum((tops[:, None] > tops[None, :]).to(tl.int32), 0)
+        bound = tl.min(tl.where((ranks < num_top) & is_block, tops, INFINITY), 0)
+        bound = tl.where(num_top > NUM_BLOCKS, -INFINITY, bound)
+        tl.store(bounds_ptr + 2 * row, bound)
+        tl.store(bounds_ptr + 2 * row + 1, norm)
+
+
+@triton.jit
+def top_kernel(
+    logits_ptr,
+    row_stride,
+    slots_ptr,
+    ints_ptr,
+    partials_ptr,
+    bounds_ptr,
+    best_ptr,
+    counters_ptr,
+    top_ids_ptr,
+    top_values_ptr,
+    vocab,
+    num_top,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS_POW2: tl.constexpr,
+    TOP_POW2: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The num_top most likely ids of the rows that want them, out of each block's best.
+
+    partials_ptr: how many each block has. best_ptr [R, num_blocks, TOP_POW2] int64.
+    """
+    begin(PDL)
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    if not _is_wanted(slots_ptr, ints_ptr, row, BY_SLOT):
+        return
+    bound = tl.load(bounds_ptr + 2 * row)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    scores = load_scores(logits_ptr, row_stride, None, None, row, ids, vocab, ADJUSTED=False)
+    num_found = tl.sum(((scores >= bound) & (ids < vocab)).to(tl.int32), 0)
+    num_found = tl.minimum(num_found, num_top)
+    partials = partials_ptr + row * (5 * BLOCKS_POW2)
+    tl.store(partials + block, num_found.to(tl.float32))
+    row_best = best_ptr + row.to(tl.int64) * NUM_BLOCKS * TOP_POW2
+    keys = _keys(scores, ids, vocab)
+    place = 0
+    while place < num_found:
+        best = tl.max(keys, 0)
+        tl.store(row_best + block * TOP_POW2 + place, best)
+        keys = tl.where(keys == best, LOWEST, keys)
+        place += 1
+    if is_last(counters_ptr + row, NUM_BLOCKS):
+        blocks = tl.arange(0, BLOCKS_POW2)
+        counts = tl.load(
+            partials + blocks, mask=blocks < NUM_BLOCKS, other=0.0, cache_modifier=".cg"
+        )
+        places = tl.arange(0, TOP_POW2)
+        found = tl.load(
+            row_best + blocks[:, None] * TOP_POW2 + places[None, :],
+            mask=places[None, :] < counts.to(tl.int32)[:, None],
+            other=LOWEST,
+            cache_modifier=".cg",
+        )
+        norm = tl.load(bounds_ptr + 2 * row + 1)
+        place = 0
+        while place < num_top:
+            best = tl.max(tl.max(found, 1), 0)
+            found = tl.where(found == best, LOWEST, found)
+            tl.store(top_ids_ptr + row * num_top + place, ((best & ID_BITS) ^ ID_BITS).to(tl.int32))
+            value = tl.maximum(_score(best) - norm, FLOOR)
+            tl.store(top_values_ptr + row * num_top + place, value)
+            place += 1

@@ -28,7 +28,7 @@ from runtime.kernels.sampling.kernel_filter import (
     draw_kept_kernel,
     narrow_kernel,
 )
-from runtime.kernels.sampling.kernel_logprobs import logprobs_kernel
+from runtime.kernels.sampling.kernel_logprobs import logprobs_kernel, top_kernel
 from runtime.kernels.sampling.tensors import (
     Drawn,
     RowLogprobs,
@@ -37,7 +37,7 @@ from runtime.kernels.sampling.tensors import (
 )
 from runtime.kernels.workspace import Workspace
 
-BLOCK = 4096  # of the vocabulary; part of what a draw means: sums are taken by blocks
+BLOCK = 2048  # of the vocabulary; part of what a draw means: sums are taken by blocks
 NUM_WARPS = 4
 CAPACITY = 2048  # tokens among which an edge is looked for at once
 FEW = 256  # tokens among which every one is compared with every other
@@ -281,38 +281,59 @@ def _logprobs(
     params: SamplingTensors | None,
     slots_R: Tensor | None,
 ) -> RowLogprobs:
-    (num_blocks, num_rows), device = rows.grid, ids_R.device
-    kernel_top = num_top if num_top <= MAX_TOP else 0
-    top_pow2 = triton.next_power_of_2(max(kernel_top, 1))
-    best = torch.empty(num_rows, num_blocks, top_pow2, dtype=torch.int64, device=device)
+    num_rows, device = len(ids_R), ids_R.device
     result = RowLogprobs(
         chosen_R=torch.empty(num_rows, dtype=torch.float32, device=device),
         rank_R=torch.empty(num_rows, dtype=torch.int32, device=device),
         top_ids_RK=torch.empty(num_rows, num_top, dtype=torch.int32, device=device),
         top_values_RK=torch.empty(num_rows, num_top, dtype=torch.float32, device=device),
     )
+    bounds = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
+    asked = (slots_R, None if params is None else params.rows_N16)
     logprobs_kernel[rows.grid](
         rows.logits_RV,
         rows.logits_RV.stride(0),
-        slots_R,
-        None if params is None else params.rows_N16,
+        *asked,
         ids_R,
         rows.partials,
-        best,
+        bounds,
         rows.counters,
         result.chosen_R,
         result.rank_R,
-        result.top_ids_RK,
-        result.top_values_RK,
         rows.vocab,
-        kernel_top,
-        TOP_POW2=top_pow2,
+        num_top,
         BY_SLOT=slots_R is not None,
         **rows.block,
     )
     if num_top > MAX_TOP:
         _sort_out(rows.logits_RV, result)
+    elif num_top > 0:
+        _find_top(rows, asked, bounds, result)
     return result
+
+
+def _find_top(
+    rows: Rows, asked: tuple[Tensor | None, Tensor | None], bounds: Tensor, result: RowLogprobs
+) -> None:
+    num_blocks, num_rows = rows.grid
+    num_top = result.top_ids_RK.shape[1]
+    top_pow2 = triton.next_power_of_2(num_top)
+    top_kernel[rows.grid](
+        rows.logits_RV,
+        rows.logits_RV.stride(0),
+        *asked,
+        rows.partials,
+        bounds,
+        torch.empty(num_rows, num_blocks, top_pow2, dtype=torch.int64, device=bounds.device),
+        rows.counters,
+        result.top_ids_RK,
+        result.top_values_RK,
+        rows.vocab,
+        num_top,
+        TOP_POW2=top_pow2,
+        BY_SLOT=asked[0] is not None,
+        **rows.block,
+    )
 
 
 def _sort_out(logits_RV: Tensor, result: RowLogprobs) -> None:
