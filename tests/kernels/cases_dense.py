@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_case import CompileCase
+from compile_case import ALL_TARGETS, CompileCase
 
 MODULE = "runtime.kernels.dense.kernel"
 PORTABLE = {"PDL": False, "PREFETCH": 0}
 
 
 def gemm(
-    name: str, kind: str, *, has_scales: bool, wgmma: bool = True, **given: Any
+    name: str, kind: str, targets: tuple[str, ...], *, has_scales: bool, **given: Any
 ) -> CompileCase:
-    launch = {key: given.pop(key) for key in ("num_warps", "num_stages") if key in given}
     is_fp8 = kind == "fp8e4nv"
     constants: dict[str, Any] = {
         "BLOCK_K": 128,
@@ -44,11 +43,11 @@ def gemm(
         kernel=f"{MODULE}:gemm",
         signature={key: kind for key, kind in pointers.items() if key not in constants},
         constexprs=constants,
-        overrides={} if is_fp8 else {"sm80": PORTABLE, "gfx942": PORTABLE},
-        targets=("sm90", "sm100") if is_fp8 else ("sm80", "sm90", "sm100", "gfx942"),
+        overrides={name: PORTABLE for name in ("sm80", "gfx942") if name in targets},
+        targets=targets,
         aligned=("N", "K", "split_k"),
-        expects={"sm90": ("wgmma.mma_async",)} if wgmma else {},
-        **launch,
+        num_stages=3 if "gfx942" not in targets else 2,
+        expects={"sm90": ("wgmma.mma_async",)},
     )
 
 
@@ -112,12 +111,13 @@ def tma(name: str, kind: str, block_m: int, block_n: int, splits: int = 1) -> Co
     )
 
 
+HOPPER = ("sm90", "sm100")
 COMPILE_CASES = [
-    gemm("bf16-fixed", "bf16", has_scales=False, BLOCK_N=64, BLOCK_M=64, BLOCK_K=64, num_stages=4),
-    gemm("int8-m16-split", "i8", has_scales=True, BLOCK_N=64, BLOCK_M=16, SPLITS=4, num_stages=4),
-    gemm("int8-m128", "i8", has_scales=True, BLOCK_N=128, BLOCK_M=128, num_warps=8, num_stages=4),
-    gemm("fp8-m16-split", "fp8e4nv", has_scales=True, BLOCK_N=128, BLOCK_M=16, SPLITS=2),
-    gemm("fp8-m64-ragged", "fp8e4nv", has_scales=True, BLOCK_N=64, BLOCK_M=64, EVEN_K=False),
+    gemm("bf16-fixed", "bf16", ALL_TARGETS, has_scales=False, BLOCK_N=64, BLOCK_M=64, BLOCK_K=64),
+    gemm("int8-split", "i8", ALL_TARGETS, has_scales=True, BLOCK_N=64, BLOCK_M=16, SPLITS=4),
+    gemm("int8-m128", "i8", ("sm80", "sm90"), has_scales=True, BLOCK_N=64, BLOCK_M=128),
+    gemm("fp8-split", "fp8e4nv", HOPPER, has_scales=True, BLOCK_N=128, BLOCK_M=16, SPLITS=2),
+    gemm("fp8-ragged", "fp8e4nv", ("sm90",), has_scales=True, BLOCK_N=64, BLOCK_M=64, EVEN_K=False),
     gemv("gemv-bf16", "bf16", BLOCK_N=4, BLOCK_K=2048),
     gemv("gemv-fp8", "fp8e4nv", BLOCK_N=4, BLOCK_K=2048),
     tma("tma-int8", "i8", 128, 128),

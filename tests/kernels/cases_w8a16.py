@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_case import CompileCase
+from compile_case import ALL_TARGETS, CompileCase
 
 MODULE = "runtime.kernels.w8a16.kernel"
 PORTABLE = {"PDL": False, "USE_PTX": False, "PREFETCH": 0}
 AMPERE = {"PDL": False, "PREFETCH": 0}
 
 
-def gemm(name: str, half: str, group: int, *, has_zeros: bool = False, **given: Any) -> CompileCase:
+def gemm(
+    name: str,
+    half: str,
+    group: int,
+    *,
+    has_zeros: bool = False,
+    targets: tuple[str, ...] = ALL_TARGETS,
+    **given: Any,
+) -> CompileCase:
     launch = {key: given.pop(key) for key in ("num_warps", "num_stages") if key in given}
     constants: dict[str, Any] = {
         "BLOCK": 64 if group == 32 else 128,
@@ -42,7 +50,8 @@ def gemm(name: str, half: str, group: int, *, has_zeros: bool = False, **given: 
         kernel=f"{MODULE}:gemm_w8a16",
         signature={key: kind for key, kind in types.items() if key not in constants},
         constexprs=constants,
-        overrides={"sm80": AMPERE, "gfx942": PORTABLE},
+        targets=targets,
+        overrides={"sm80": AMPERE} | ({"gfx942": PORTABLE} if "gfx942" in targets else {}),
         aligned=("N", "K", "split_k"),
         expects={"sm90": ("wgmma.mma_async", "lop3.b32")},
         **launch,
@@ -77,11 +86,12 @@ def gemv(name: str, group: int) -> CompileCase:
     )
 
 
+NVIDIA = ("sm80", "sm90")
 COMPILE_CASES = [
-    gemm("channel-m16-split", "bf16", 0, BLOCK_N=64, BLOCK_M=16, SPLITS=4, num_stages=4),
-    gemm("channel-m128", "bf16", 0, BLOCK_N=128, BLOCK_M=128, num_warps=8, num_stages=3),
-    gemm("g128-asym", "bf16", 128, has_zeros=True, BLOCK_N=64, BLOCK_M=64, num_stages=3),
-    gemm("g32-fp16", "fp16", 32, BLOCK_N=64, BLOCK_M=32, num_stages=4),
+    gemm("channel-split", "bf16", 0, BLOCK_N=64, BLOCK_M=16, SPLITS=4),
+    gemm("channel-m128", "bf16", 0, targets=NVIDIA, BLOCK_N=128, BLOCK_M=128, num_warps=8),
+    gemm("g128-asym", "bf16", 128, has_zeros=True, targets=NVIDIA, BLOCK_N=64, BLOCK_M=64),
+    gemm("g32-fp16", "fp16", 32, targets=NVIDIA, BLOCK_N=64, BLOCK_M=32, num_stages=4),
     gemv("gemv-channel", 0),
     gemv("gemv-g128", 128),
     CompileCase(

@@ -33,7 +33,7 @@ def small_tile(
     split until there are about two programs for each, but never into less than eight blocks.
     """
     num_rows = max(1, num_rows)
-    block_m = max(16, min(128, 1 << (num_rows - 1).bit_length()))
+    block_m = max(16, min(128 if target.arch else 64, 1 << (num_rows - 1).bit_length()))
     num_slots = 2 * target.num_sms
     is_wide = num_channels >= 64 * num_slots
     block_n = 128 if is_wide and block_m >= 64 else 64
@@ -47,8 +47,15 @@ def small_tile(
         block_k=block_k,
         splits=max(1, min(num_slots // num_tiles, width // (8 * block_k))),
         num_warps=4,
-        num_stages=stages if target.arch >= 90 else 3,
+        num_stages=_stages(stages, target),
     )
+
+
+def _stages(num_stages: int, target: KernelTarget) -> int:
+    """Shared memory bounds them: 227 KB a program on sm_90, 99 KB on sm_86, 64 KB elsewhere."""
+    if target.arch >= 90:
+        return num_stages
+    return 3 if target.arch else 2
 
 
 def reserve(
@@ -78,7 +85,7 @@ def fixed_tile(item_bytes: int, target: KernelTarget) -> Tile:
         block_m=64,
         block_k=128 // item_bytes,
         num_warps=4,
-        num_stages=4 if target.arch >= 90 else 3,
+        num_stages=_stages(4, target),
     )
 
 

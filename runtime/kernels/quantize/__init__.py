@@ -42,7 +42,8 @@ def code_dtype(scheme: ActivationScheme) -> torch.dtype:
 
 def quantize(x_TK: Tensor, scheme: ActivationScheme) -> QuantizedActivations:
     """`x` [T, in] as 8-bit codes with one scale per token."""
-    if uses_triton(x_TK.device):
+    is_native = scheme.kind == "int" or target_of(x_TK.device).has_fp8
+    if is_native and uses_triton(x_TK.device):
         return _triton_quantize(x_TK, scheme)
     codes_TK, scale_T = quantize_reference(x_TK, scheme)
     return QuantizedActivations(codes_TK=codes_TK, scale_T=scale_T, dtype=x_TK.dtype)
