@@ -247,8 +247,9 @@ class CudaRunner:
 
     def _kept(self) -> object:
         """Scratch memory that a graph captured now holds; views keep it alive if it is replaced."""
-        spaces = [self._workspace, getattr(self.decoder, "workspace", None)]
-        return [(w.counters(0), w.partials(0)) for w in spaces if w is not None]
+        options = getattr(self.decoder, "options", None)
+        spaces = [self._workspace, *([options.workspace] if options is not None else [])]
+        return [(space.counters(0), space.partials(0)) for space in spaces]
 
     def _launch_chunks(self, plan: Plan) -> Ticket:
         pieces, rows = plan_rows(plan.chunks)

@@ -6,6 +6,7 @@ parent is gone) or when the engine as a whole fails, and then with a non-zero ex
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -60,6 +61,8 @@ def main(connection: Connection, factory: EngineFactory) -> None:
     except Exception as error:
         connection.send(_start_failure(error))
         sys.exit(2)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no later collection has to look at it again
     connection.send(Ready(resolved=engine.resolved, stats=engine.stats(), numerics=numerics))
     try:
         serve_commands(connection, engine)
