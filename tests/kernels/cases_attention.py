@@ -12,7 +12,6 @@ TYPES = {
     "token_scales_ptr": "*fp32",
     "tables_ptr": "*i32",
     "seq_lens_ptr": "*i32",
-    "starts_ptr": "*i32",
     "out_ptr": "*bf16",
     "q_stride": "i32",
     "table_stride": "i32",
@@ -21,13 +20,13 @@ TYPES = {
 }
 DECODE_TYPES = {
     **TYPES,
-    "firsts_ptr": "*i32",
+    "shares_ptr": "*i32",
     "partials_ptr": "*fp32",
     "sums_ptr": "*fp32",
     "counters_ptr": "*i32",
     "num_seqs": "i32",
 }
-PREFILL_TYPES = {**TYPES, "first_span": "i32", "num_spans": "i32"}
+PREFILL_TYPES = {**TYPES, "starts_ptr": "*i32", "first_span": "i32", "num_spans": "i32"}
 POOLS = {"plain": "*bf16", "fp8": "*u8", "int8": "*i8"}
 DECODE_POOLS = {"plain": "*bf16", "fp8": "*i16", "int8": "*i16"}
 OTHER_CARDS = {
@@ -67,15 +66,17 @@ def decode(
     group: int = 4,
     head_dim: int = 128,
     splits: int = 0,
+    warps: int = 1,
     **options: Any,
 ) -> CompileCase:
     constants = {
         **shared(kv, windowed, group, head_dim),
-        "ROWS": 16,
+        "ROWS": 8 if group <= 8 else 16,
         "GROUP_ROWS": 1 << (group - 1).bit_length(),
-        "TILE": 64 if head_dim <= 128 else 32,
+        "TILE": 32 * warps,
+        "WARPS": warps,
         "SPLITS": splits,
-        "MIN_TILES": 4,
+        "MIN_TILES": 8,
         "MERGE": 8,
         "PDL": True,
     }
@@ -86,7 +87,8 @@ def decode(
         constexprs=constants,
         overrides=FEWER_BITS if kv == "fp8" else OTHER_CARDS,
         aligned=("q_stride",),
-        num_stages=3,
+        num_warps=warps,
+        num_stages=2 if head_dim > 128 else 3,
         **options,
     )
 
@@ -122,7 +124,7 @@ PLAN = CompileCase(
     signature={
         "seq_lens_ptr": "*i32",
         "starts_ptr": "*i32",
-        "firsts_ptr": "*i32",
+        "shares_ptr": "*i32",
         "num_seqs": "i32",
         "num_programs": "i32",
         "window": "i32",
@@ -146,8 +148,9 @@ COMPILE_CASES = [
     decode("bf16"),
     decode("fp8", kv="fp8"),
     decode("int8", kv="int8"),
-    decode("window-wide", windowed=True, group=2, head_dim=256),
+    decode("window-wide", windowed=True, group=2, head_dim=256, max_spill_bytes=16),
     decode("splits-of-three", splits=16, group=3, head_dim=64),
+    decode("warps", warps=4),
     prefill("bf16"),
     prefill("fp8", kv="fp8"),
     prefill("window", windowed=True),

@@ -9,10 +9,10 @@ keys: no atomics on floats, the same bits every time.
 With SPLITS > 0 the stretches depend on a sequence's own length alone (deterministic mode): a
 row's bits then do not depend on the rows beside it.
 
-All query heads of a key/value head are rows of one tile, so keys are read once.
+All query heads of a key/value head are columns of one tile, so keys are read once.
 
-Shape legend: M rows (heads of one group, padded to 16), N keys of a tile, D head_dim, G heads of a
-group, I segments of one head.
+Shape legend: W warps, M rows (heads of one group, padded to 8), N keys of a warp in a tile,
+D head_dim, G heads of a group, I segments of one head.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import triton.language as tl
 
 from runtime.kernels.attention.kernel_parts import (
     LOG2_E,
-    attend_pairs,
-    attend_tile,
+    attend_pairs_by_warp,
+    attend_tile_by_warp,
     block_ids,
+    join_warps,
     start_after_previous_kernel,
 )
 
@@ -33,7 +34,7 @@ from runtime.kernels.attention.kernel_parts import (
 def plan_decode_kernel(
     seq_lens_ptr,
     starts_ptr,
-    firsts_ptr,
+    shares_ptr,
     num_seqs,
     num_programs,
     window,
@@ -46,10 +47,11 @@ def plan_decode_kernel(
     SEARCH_STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Where each sequence's units start, and where each program's first unit lies.
+    """What each program does: so that it finds its work in one read.
 
-    starts [S + 2]: first unit of each sequence, then the total, then the units per program.
-    firsts [P]: the sequence of each program's first unit.
+    shares [P + 1, 4]: a program's number of units; the sequence of its first unit, that sequence's
+        own first unit and its length. The last row begins with the units per program.
+    starts [S]: scratch, the first unit of each sequence.
     """
     start_after_previous_kernel(PDL)
     s = tl.arange(0, BLOCK_S)
@@ -61,17 +63,21 @@ def plan_decode_kernel(
     total = tl.sum(tiles * KV_HEADS, 0)
     per_program = tl.maximum(tl.cdiv(total, num_programs), MIN_UNITS)
     tl.store(starts_ptr + s, ends - tiles * KV_HEADS, mask=s < num_seqs)
-    tl.store(starts_ptr + num_seqs, total)
-    tl.store(starts_ptr + num_seqs + 1, per_program)
+    tl.store(shares_ptr + 4 * num_programs, per_program)
     tl.debug_barrier()
     p = tl.arange(0, BLOCK_P)
+    is_p = p < num_programs
     unit = p * per_program
     low = tl.zeros([BLOCK_P], tl.int32)
     for i in tl.static_range(SEARCH_STEPS):
         middle = low + (BLOCK_S >> (i + 1))
         start = tl.load(starts_ptr + middle, mask=middle < num_seqs, other=2147483647)
         low = tl.where(start <= unit, middle, low)
-    tl.store(firsts_ptr + p, low, mask=p < num_programs)
+    num_units = tl.minimum(tl.maximum(total - unit, 0), per_program)
+    tl.store(shares_ptr + 4 * p, num_units, mask=is_p)
+    tl.store(shares_ptr + 4 * p + 1, low, mask=is_p)
+    tl.store(shares_ptr + 4 * p + 2, tl.load(starts_ptr + low, mask=is_p, other=0), mask=is_p)
+    tl.store(shares_ptr + 4 * p + 3, tl.load(seq_lens_ptr + low, mask=is_p, other=0), mask=is_p)
 
 
 @triton.jit
@@ -95,49 +101,54 @@ def _attend_segment(
     TILE: tl.constexpr,
     KV: tl.constexpr,
     WINDOWED: tl.constexpr,
+    WARPS: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
+    ALONE: tl.constexpr = WARPS == 1
     rows_M = tl.arange(0, ROWS)
-    is_row_M1 = (rows_M < GROUP)[:, None]
-    q_row_M1 = (head * GROUP + rows_M)[:, None] * HEAD_DIM
-    m_M = tl.full([ROWS], float("-inf"), tl.float32)
-    l_M = tl.zeros([ROWS], tl.float32)
+    is_row_11M = (rows_M < GROUP)[None, None, :]
+    copies_W11 = tl.zeros([WARPS], tl.int32)[:, None, None]
+    q_row_W1M = copies_W11 + (head * GROUP + rows_M)[None, None, :] * HEAD_DIM
+    m_WM = tl.full([WARPS, ROWS], float("-inf"), tl.float32)
+    l_WM = tl.zeros([WARPS, ROWS], tl.float32)
     if KV == "plain":
-        q_at_MD = q_row_M1 + tl.arange(0, HEAD_DIM)[None, :]
-        q_MD = tl.load(q_ptr + q_at_MD, mask=is_row_M1, other=0.0).to(DTYPE)
-        acc_MD = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+        q_at_WDM = q_row_W1M + tl.arange(0, HEAD_DIM)[None, :, None]
+        q_WDM = tl.load(q_ptr + q_at_WDM, mask=is_row_11M, other=0.0).to(DTYPE)
+        acc_WDM = tl.zeros([WARPS, HEAD_DIM, ROWS], tl.float32)
     else:
-        q_at_MD = q_row_M1 + 2 * tl.arange(0, HEAD_DIM // 2)[None, :]
-        q_MD = tl.load(q_ptr + q_at_MD, mask=is_row_M1, other=0.0).to(DTYPE)
-        q_odd_MD = tl.load(q_ptr + q_at_MD + 1, mask=is_row_M1, other=0.0).to(DTYPE)
-        acc_MD = tl.zeros([ROWS, HEAD_DIM // 2], tl.float32)
-        odd_MD = acc_MD
-    keys_N = first_tile * TILE + tl.arange(0, TILE)
-    blocks_N = block_ids(table_ptr, keys_N, seq_len, BLOCK_SIZE)
+        q_at_WDM = q_row_W1M + 2 * tl.arange(0, HEAD_DIM // 2)[None, :, None]
+        q_WDM = tl.load(q_ptr + q_at_WDM, mask=is_row_11M, other=0.0).to(DTYPE)
+        q_odd_WDM = tl.load(q_ptr + q_at_WDM + 1, mask=is_row_11M, other=0.0).to(DTYPE)
+        acc_WDM = tl.zeros([WARPS, HEAD_DIM // 2, ROWS], tl.float32)
+        odd_WDM = acc_WDM
+    in_tile_WN = tl.arange(0, WARPS)[:, None] * (TILE // WARPS)
+    in_tile_WN = in_tile_WN + tl.arange(0, TILE // WARPS)[None, :]
+    keys_WN = first_tile * TILE + in_tile_WN
+    blocks_WN = block_ids(table_ptr, keys_WN, seq_len, BLOCK_SIZE)
     for _ in range(num_tiles):
-        is_stored_N = keys_N < seq_len
-        is_visible_N = is_stored_N
+        is_stored_WN = keys_WN < seq_len
+        is_visible_WN = is_stored_WN
         if WINDOWED:
-            is_visible_N &= keys_N >= low
+            is_visible_WN &= keys_WN >= low
         # The next tile's blocks are on their way while this one is computed.
-        next_blocks_N = block_ids(table_ptr, keys_N + TILE, seq_len, BLOCK_SIZE)
+        next_blocks_WN = block_ids(table_ptr, keys_WN + TILE, seq_len, BLOCK_SIZE)
         if KV == "plain":
-            m_M, l_M, acc_MD = attend_tile(
-                q_MD, m_M, l_M, acc_MD, pool_ptr, token_scales_ptr, blocks_N, keys_N,
-                is_visible_N[None, :], is_stored_N, head, qk_scale,
-                KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV, True, False, USE_PTX,
+            m_WM, l_WM, acc_WDM = attend_tile_by_warp(
+                q_WDM, m_WM, l_WM, acc_WDM, pool_ptr, blocks_WN, keys_WN, is_visible_WN,
+                is_stored_WN, head, qk_scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, not ALONE,
             )  # fmt: skip
         else:
-            m_M, l_M, acc_MD, odd_MD = attend_pairs(
-                q_MD, q_odd_MD, m_M, l_M, acc_MD, odd_MD, pool_ptr, token_scales_ptr, blocks_N,
-                keys_N, is_visible_N[None, :], is_stored_N, head, qk_scale,
-                KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV, USE_PTX,
+            m_WM, l_WM, acc_WDM, odd_WDM = attend_pairs_by_warp(
+                q_WDM, q_odd_WDM, m_WM, l_WM, acc_WDM, odd_WDM, pool_ptr, token_scales_ptr,
+                blocks_WN, keys_WN, is_visible_WN, is_stored_WN, head, qk_scale,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV, not ALONE, USE_PTX,
             )  # fmt: skip
-        keys_N += TILE
-        blocks_N = next_blocks_N
+        keys_WN += TILE
+        blocks_WN = next_blocks_WN
     if KV != "plain":
-        acc_MD = tl.reshape(tl.join(acc_MD, odd_MD), [ROWS, HEAD_DIM])
-    return m_M, l_M, acc_MD
+        both_WDM2 = tl.join(acc_WDM, odd_WDM)
+        acc_WDM = tl.reshape(tl.permute(both_WDM2, 0, 1, 3, 2), [WARPS, HEAD_DIM, ROWS])
+    return join_warps(m_WM, l_WM, acc_WDM, WARPS)
 
 
 @triton.jit
@@ -194,8 +205,7 @@ def decode_kernel(
     token_scales_ptr,
     tables_ptr,
     seq_lens_ptr,
-    starts_ptr,
-    firsts_ptr,
+    shares_ptr,
     partials_ptr,
     sums_ptr,
     counters_ptr,
@@ -218,6 +228,7 @@ def decode_kernel(
     SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     MERGE: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
@@ -231,14 +242,16 @@ def decode_kernel(
     p = tl.program_id(0)
     if SPLITS:
         s = p // (SPLITS * KV_HEADS)
-        unit, stop, per_program = 0, 1, 1
-    else:
-        per_program = tl.load(starts_ptr + num_seqs + 1)
-        s = tl.load(firsts_ptr + p)
-        unit = p * per_program
-        stop = tl.minimum(unit + per_program, tl.load(starts_ptr + num_seqs))
-    while unit < stop:
+        unit, stop, per_program, start = 0, 1, 1, 0
         seq_len = tl.load(seq_lens_ptr + s)
+    else:
+        per_program = tl.load(shares_ptr + 4 * tl.num_programs(0))
+        unit = p * per_program
+        stop = unit + tl.load(shares_ptr + 4 * p)
+        s = tl.load(shares_ptr + 4 * p + 1)
+        start = tl.load(shares_ptr + 4 * p + 2)
+        seq_len = tl.load(shares_ptr + 4 * p + 3)
+    while unit < stop:
         low = 0
         if WINDOWED:
             low = tl.maximum(seq_len - window, 0)
@@ -253,7 +266,6 @@ def decode_kernel(
             slot, first_slot, skip = p, p - p % SPLITS, 0
             next_unit = stop
         else:
-            start = tl.load(starts_ptr + s)
             head = (unit - start) // tl.maximum(tiles, 1)
             head_unit = start + head * tiles
             tile = unit - head_unit
@@ -274,24 +286,24 @@ def decode_kernel(
                 # What `split_pairs` leaves out.
                 k_scale *= 256.0
                 v_scale *= 256.0
-            m_M, l_M, acc_MD = _attend_segment(
+            m_M, l_M, acc_DM = _attend_segment(
                 q_ptr + s.to(tl.int64) * q_stride, pool_ptr, token_scales_ptr,
                 tables_ptr + s.to(tl.int64) * table_stride, head, low_tile + tile, num_tiles,
                 seq_len, low, k_scale, DTYPE, GROUP, ROWS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE,
-                KV, WINDOWED, USE_PTX,
+                KV, WINDOWED, WARPS, USE_PTX,
             )  # fmt: skip
             rows_M = tl.arange(0, ROWS)
-            at_MD = rows_M[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            at_DM = rows_M[None, :] * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None]
             is_row_M = rows_M < GROUP
             head_out_ptr = out_ptr + (s.to(tl.int64) * KV_HEADS + head) * (GROUP * HEAD_DIM)
             if num_segments == 1:
-                out_MD = acc_MD * (v_scale / l_M)[:, None]
-                out_MD = out_MD.to(out_ptr.dtype.element_ty)
-                tl.store(head_out_ptr + at_MD, out_MD, mask=is_row_M[:, None])
+                out_DM = acc_DM * (v_scale / l_M)[None, :]
+                out_DM = out_DM.to(out_ptr.dtype.element_ty)
+                tl.store(head_out_ptr + at_DM, out_DM, mask=is_row_M[None, :])
             else:
                 row_M = slot.to(tl.int64) * GROUP + rows_M
                 acc_ptr = partials_ptr + slot.to(tl.int64) * (GROUP * HEAD_DIM)
-                tl.store(acc_ptr + at_MD, acc_MD, mask=is_row_M[:, None])
+                tl.store(acc_ptr + at_DM, acc_DM, mask=is_row_M[None, :])
                 tl.store(sums_ptr + 2 * row_M, m_M, mask=is_row_M)
                 tl.store(sums_ptr + 2 * row_M + 1, l_M, mask=is_row_M)
                 # All threads' stores come before the one thread's release.
@@ -305,8 +317,10 @@ def decode_kernel(
                         v_scale, 1 if SPLITS else 2, GROUP, GROUP_ROWS, HEAD_DIM, MERGE,
                     )  # fmt: skip
         unit = next_unit
-        if SPLITS == 0:
-            s += (unit >= start + tiles * KV_HEADS).to(tl.int32)
+        if (unit < stop) & (unit == start + tiles * KV_HEADS):
+            s += 1
+            start = unit
+            seq_len = tl.load(seq_lens_ptr + s)
     _clear_empty_rows(
         seq_lens_ptr, out_ptr, num_seqs, p, tl.num_programs(0), GROUP * KV_HEADS, HEAD_DIM
     )

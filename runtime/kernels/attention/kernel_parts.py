@@ -1,6 +1,7 @@
 """Pieces that the attention kernels share: reading the paged pool and the online softmax.
 
-Shape legend: M rows (queries x heads of one key/value head), N keys of a tile, D head_dim.
+Shape legend: M rows (queries x heads of one key/value head), N keys of a tile, D head_dim,
+W warps.
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ def block_ids(table_ptr, keys_N, seq_len, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def pool_rows(blocks_N, keys_N, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Rows of `pool.view(-1, D)` that hold the keys; the values lie KV_HEADS * BLOCK_SIZE on."""
-    first = blocks_N.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE)
-    return first + (head * BLOCK_SIZE + keys_N % BLOCK_SIZE)
+    """Rows of `pool.view(-1, D)` that hold the keys; the values lie KV_HEADS * BLOCK_SIZE on.
+
+    int32: rows are D times fewer than elements, which need 64 bits.
+    """
+    return blocks_N * (2 * KV_HEADS * BLOCK_SIZE) + head * BLOCK_SIZE + keys_N % BLOCK_SIZE
 
 
 @triton.jit
@@ -149,24 +152,24 @@ def split_pairs(pairs, KV: tl.constexpr, USE_PTX: tl.constexpr):
 
 
 @triton.jit
-def soften(scores_MN, m_M, l_M, MAY_SEE_NOTHING: tl.constexpr):
-    """Online softmax: new maximum, new sum, weights, and what older sums are multiplied by.
+def soften(scores, m, l, AXIS: tl.constexpr, MAY_SEE_NOTHING: tl.constexpr):  # noqa: E741
+    """Online softmax along AXIS: new maximum and sum, weights, and the factor of older sums.
 
     A tile in which a row sees nothing leaves that row as it was, bit for bit (m is -inf until the
     first visible key).
     """
-    m_new_M = tl.maximum(m_M, tl.max(scores_MN, 1))
-    shift_M = m_new_M
+    m_new = tl.maximum(m, tl.max(scores, AXIS))
+    shift = m_new
     if MAY_SEE_NOTHING:
-        shift_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)
-    p_MN = tl.exp2(scores_MN - shift_M[:, None])
-    alpha_M = tl.exp2(m_M - shift_M)
-    return m_new_M, l_M * alpha_M + tl.sum(p_MN, 1), p_MN, alpha_M
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(scores - tl.expand_dims(shift, AXIS))
+    alpha = tl.exp2(m - shift)
+    return m_new, l * alpha + tl.sum(p, AXIS), p, alpha
 
 
 @triton.jit
 def value_scales(scales_ptr, rows_N, is_stored_N):
-    """Scales of a tile's int8 values over the largest, which keeps weights in float16's range."""
+    """int8 values' scales over the largest one, which keeps weights in float16's range."""
     scales_N = tl.load(scales_ptr + rows_N, mask=is_stored_N, other=0.0)
     largest = tl.maximum(tl.max(scales_N, 0), 1e-30)
     return scales_N / largest, largest
@@ -200,7 +203,7 @@ def attend_tile(
     stored become zeros, because 0 * NaN of a stale slot would be NaN.
     """
     rows_N = pool_rows(blocks_N, keys_N, head, KV_HEADS, BLOCK_SIZE)
-    at_ND = (rows_N * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    at_ND = (rows_N.to(tl.int64) * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
     k_ND = widen(tl.load(pool_ptr + at_ND), q_MD.dtype, KV, USE_PTX)
     v_ptr = pool_ptr + KV_HEADS * BLOCK_SIZE * HEAD_DIM
     if MASKED:
@@ -212,7 +215,7 @@ def attend_tile(
         scores_MN *= tl.load(token_scales_ptr + rows_N)[None, :]
     if MASKED:
         scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
-    m_M, l_M, p_MN, alpha_M = soften(scores_MN, m_M, l_M, MAY_SEE_NOTHING)
+    m_M, l_M, p_MN, alpha_M = soften(scores_MN, m_M, l_M, 1, MAY_SEE_NOTHING)
     acc_MD = acc_MD * alpha_M[:, None]
     v_ND = widen(v_codes_ND, q_MD.dtype, KV, USE_PTX)
     if KV == "int8":
@@ -227,53 +230,106 @@ def attend_tile(
 
 
 @triton.jit
-def attend_pairs(
-    q_even_MD,
-    q_odd_MD,
-    m_M,
-    l_M,
-    even_MD,
-    odd_MD,
+def attend_tile_by_warp(
+    q_WDM,
+    m_WM,
+    l_WM,
+    acc_WDM,
+    pool_ptr,
+    blocks_WN,
+    keys_WN,
+    is_visible_WN,
+    is_stored_WN,
+    head,
+    qk_scale,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MAY_SEE_NOTHING: tl.constexpr,
+):
+    """`attend_tile` for few rows of a plain pool: every warp has N keys and a softmax of its own.
+
+    Warps exchange nothing until the end of the segment: a barrier for each reduction took longer
+    than the tile itself. Keys (then dimensions) are the rows of the products, heads their columns,
+    which come in eights where rows come in sixteens.
+    """
+    rows_WN = pool_rows(blocks_WN, keys_WN, head, KV_HEADS, BLOCK_SIZE)
+    at_WND = (rows_WN.to(tl.int64) * HEAD_DIM)[:, :, None] + tl.arange(0, HEAD_DIM)[None, None, :]
+    k_WND = tl.load(pool_ptr + at_WND).to(q_WDM.dtype)
+    v_ptr = pool_ptr + KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    at_WDN = (rows_WN.to(tl.int64) * HEAD_DIM)[:, None, :] + tl.arange(0, HEAD_DIM)[None, :, None]
+    v_WDN = tl.load(v_ptr + at_WDN, mask=is_stored_WN[:, None, :], other=0).to(q_WDM.dtype)
+    scores_WNM = tl.dot(k_WND, q_WDM, input_precision="ieee") * qk_scale
+    scores_WNM = tl.where(is_visible_WN[:, :, None], scores_WNM, float("-inf"))
+    m_WM, l_WM, p_WNM, alpha_WM = soften(scores_WNM, m_WM, l_WM, 1, MAY_SEE_NOTHING)
+    acc_WDM = acc_WDM * alpha_WM[:, None, :]
+    acc_WDM = tl.dot(v_WDN, p_WNM.to(q_WDM.dtype), acc_WDM, input_precision="ieee")
+    return m_WM, l_WM, acc_WDM
+
+
+@triton.jit
+def attend_pairs_by_warp(
+    q_even_WDM,
+    q_odd_WDM,
+    m_WM,
+    l_WM,
+    even_WDM,
+    odd_WDM,
     pairs_ptr,
     token_scales_ptr,
-    blocks_N,
-    keys_N,
-    visible_MN,
-    is_stored_N,
+    blocks_WN,
+    keys_WN,
+    is_visible_WN,
+    is_stored_WN,
     head,
     qk_scale,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KV: tl.constexpr,
+    MAY_SEE_NOTHING: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
-    """`attend_tile` for few rows over an 8-bit pool read as words of two dimensions."""
+    """`attend_tile_by_warp` over an 8-bit pool read as words of two dimensions."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    rows_N = pool_rows(blocks_N, keys_N, head, KV_HEADS, BLOCK_SIZE)
-    at_ND = (rows_N * HALF)[:, None] + tl.arange(0, HALF)[None, :]
-    k_pairs_ND = tl.load(pairs_ptr + at_ND)
+    rows_WN = pool_rows(blocks_WN, keys_WN, head, KV_HEADS, BLOCK_SIZE)
+    at_WND = (rows_WN.to(tl.int64) * HALF)[:, :, None] + tl.arange(0, HALF)[None, None, :]
+    k_pairs_WND = tl.load(pairs_ptr + at_WND)
     v_ptr = pairs_ptr + KV_HEADS * BLOCK_SIZE * HALF
-    v_pairs_ND = tl.load(v_ptr + at_ND, mask=is_stored_N[:, None], other=0)
-    k_even_ND, k_odd_ND = split_pairs(k_pairs_ND, KV, USE_PTX)
-    scores_MN = tl.dot(q_even_MD, k_even_ND.T)
-    scores_MN = tl.dot(q_odd_MD, k_odd_ND.T, scores_MN) * qk_scale
+    at_WDN = (rows_WN.to(tl.int64) * HALF)[:, None, :] + tl.arange(0, HALF)[None, :, None]
+    v_pairs_WDN = tl.load(v_ptr + at_WDN, mask=is_stored_WN[:, None, :], other=0)
+    k_even_WND, k_odd_WND = split_pairs(k_pairs_WND, KV, USE_PTX)
+    scores_WNM = tl.dot(k_even_WND, q_even_WDM)
+    scores_WNM = tl.dot(k_odd_WND, q_odd_WDM, scores_WNM) * qk_scale
     if KV == "int8":
-        scores_MN *= tl.load(token_scales_ptr + rows_N)[None, :]
-    scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
-    m_M, l_M, p_MN, alpha_M = soften(scores_MN, m_M, l_M, False)
-    even_MD = even_MD * alpha_M[:, None]
-    odd_MD = odd_MD * alpha_M[:, None]
-    v_even_ND, v_odd_ND = split_pairs(v_pairs_ND, KV, USE_PTX)
+        scores_WNM *= tl.load(token_scales_ptr + rows_WN)[:, :, None]
+    scores_WNM = tl.where(is_visible_WN[:, :, None], scores_WNM, float("-inf"))
+    m_WM, l_WM, p_WNM, alpha_WM = soften(scores_WNM, m_WM, l_WM, 1, MAY_SEE_NOTHING)
+    even_WDM = even_WDM * alpha_WM[:, None, :]
+    odd_WDM = odd_WDM * alpha_WM[:, None, :]
+    v_even_WDN, v_odd_WDN = split_pairs(v_pairs_WDN, KV, USE_PTX)
     if KV == "int8":
-        scales_N, largest = value_scales(
-            token_scales_ptr + KV_HEADS * BLOCK_SIZE, rows_N, is_stored_N
-        )
-        p_MN = (p_MN * scales_N[None, :]).to(tl.float16)
-        even_MD += tl.dot(p_MN, v_even_ND) * largest
-        odd_MD += tl.dot(p_MN, v_odd_ND) * largest
+        v_scales_ptr = token_scales_ptr + KV_HEADS * BLOCK_SIZE
+        scales_WN = tl.load(v_scales_ptr + rows_WN, mask=is_stored_WN, other=0.0)
+        largest_W = tl.maximum(tl.max(scales_WN, 1), 1e-30)
+        p_WNM = (p_WNM * (scales_WN / largest_W[:, None])[:, :, None]).to(tl.float16)
+        even_WDM += tl.dot(v_even_WDN, p_WNM) * largest_W[:, None, None]
+        odd_WDM += tl.dot(v_odd_WDN, p_WNM) * largest_W[:, None, None]
     else:
-        p_MN = p_MN.to(tl.float16)
-        even_MD = tl.dot(p_MN, v_even_ND, even_MD)
-        odd_MD = tl.dot(p_MN, v_odd_ND, odd_MD)
-    return m_M, l_M, even_MD, odd_MD
+        p_WNM = p_WNM.to(tl.float16)
+        even_WDM = tl.dot(v_even_WDN, p_WNM, even_WDM)
+        odd_WDM = tl.dot(v_odd_WDN, p_WNM, odd_WDM)
+    return m_WM, l_WM, even_WDM, odd_WDM
+
+
+@triton.jit
+def join_warps(m_WM, l_WM, acc_WDM, WARPS: tl.constexpr):
+    """One (maximum, sum, values [D, M]) out of the warps' own; who saw nothing adds nothing."""
+    if WARPS == 1:
+        m_M, l_M, acc_DM = tl.sum(m_WM, 0), tl.sum(l_WM, 0), tl.sum(acc_WDM, 0)
+    else:
+        m_M = tl.max(m_WM, 0)
+        weight_WM = tl.exp2(m_WM - m_M[None, :])
+        l_M = tl.sum(l_WM * weight_WM, 0)
+        acc_DM = tl.sum(acc_WDM * weight_WM[:, None, :], 0)
+    return m_M, l_M, acc_DM

@@ -8,7 +8,7 @@ Shape legend: T tokens, S spans, B blocks, P programs, H heads, K key/value head
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,8 +49,8 @@ class PrefillTile:
 class TritonPlan:
     """One window's plan of a step.
 
-    starts, firsts: the decodes' share of the work (see `plan_decode_kernel`); None where there are
-        no decodes or the splits are fixed (deterministic).
+    shares: each program's part of the decodes (see `plan_decode_kernel`); None where there are no
+        decodes or the splits are fixed (deterministic).
     """
 
     batch: PagedBatch
@@ -58,8 +58,7 @@ class TritonPlan:
     target: KernelTarget
     decode_tile: DecodeTile
     prefill_tile: PrefillTile
-    starts: Tensor | None
-    firsts: Tensor | None
+    shares: Tensor | None
 
     @property
     def num_programs(self) -> int:
@@ -85,8 +84,7 @@ def plan_for_triton(batch: PagedBatch, window: int | None) -> TritonPlan:
         target=target,
         decode_tile=decode_tile(batch, target),
         prefill_tile=prefill_tile(batch, target),
-        starts=None,
-        firsts=None,
+        shares=None,
     )
     if batch.num_decodes == 0 or batch.deterministic:
         return plan
@@ -94,9 +92,12 @@ def plan_for_triton(batch: PagedBatch, window: int | None) -> TritonPlan:
 
 
 def decode_tile(batch: PagedBatch, target: KernelTarget) -> DecodeTile:
-    """Wide heads take fewer keys at a time, so that several programs fit a multiprocessor."""
-    keys = 64 if batch.head_dim <= 128 else 32
-    return DecodeTile(keys=keys, num_warps=4, num_stages=3, programs_per_sm=2, min_tiles=1)
+    """Few keys per warp and as many programs as registers allow, but for very small batches."""
+    stages = 3 if batch.head_dim <= 128 else 2
+    programs = 2 if batch.num_decodes <= 2 and not batch.deterministic else 8
+    return DecodeTile(
+        keys=32, num_warps=1, num_stages=stages, programs_per_sm=programs, min_tiles=1
+    )
 
 
 def prefill_tile(batch: PagedBatch, target: KernelTarget) -> PrefillTile:
@@ -113,14 +114,14 @@ def _with_shares(plan: TritonPlan) -> TritonPlan:
     batch, num_programs = plan.batch, plan.num_programs
     assert batch.seq_lens_S is not None
     device = batch.seq_lens_S.device
-    starts = torch.empty(batch.num_decodes + 2, dtype=torch.int32, device=device)
-    firsts = torch.empty(num_programs, dtype=torch.int32, device=device)
+    starts = torch.empty(batch.num_decodes, dtype=torch.int32, device=device)
+    shares = torch.empty(num_programs + 1, 4, dtype=torch.int32, device=device)
     # Few distinct sizes, so that few kernels are compiled.
     block_s = next(n for n in (16, 64, 256, 1024, 4096, 16384) if n >= batch.num_decodes)
     plan_decode_kernel[(1,)](
         batch.seq_lens_S,
         starts,
-        firsts,
+        shares,
         batch.num_decodes,
         num_programs,
         plan.window or 0,
@@ -135,15 +136,7 @@ def _with_shares(plan: TritonPlan) -> TritonPlan:
         num_warps=4,
         **_launch_options(plan.target),
     )
-    return TritonPlan(
-        batch=batch,
-        window=plan.window,
-        target=plan.target,
-        decode_tile=plan.decode_tile,
-        prefill_tile=plan.prefill_tile,
-        starts=starts,
-        firsts=firsts,
-    )
+    return replace(plan, shares=shares)
 
 
 def attend(
@@ -209,8 +202,7 @@ def _decode(
         token_scales,
         batch.block_tables_SB,
         batch.seq_lens_S,
-        plan.starts,
-        plan.firsts,
+        plan.shares,
         values,
         sums,
         counters,
@@ -221,12 +213,13 @@ def _decode(
         plan.window or 0,
         scale,
         **constants,
-        ROWS=16,
+        ROWS=8 if group <= 8 else 16,
         GROUP_ROWS=1 << (group - 1).bit_length(),
         TILE=tile.keys,
         SPLITS=_SPLITS if batch.deterministic else 0,
         MIN_TILES=_SPLIT_TOKENS // tile.keys,
         MERGE=tile.merge,
+        WARPS=tile.num_warps,
         PDL=plan.target.has_pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

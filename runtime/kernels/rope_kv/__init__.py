@@ -13,8 +13,8 @@ from torch import Tensor
 from runtime.kernels.backend import target_of
 from runtime.kernels.kv_store import kv_kind, raw_pool
 
-# Rows of one program where there are many tokens; one head of one token cannot fill a warp's loads.
-_MANY_TOKENS, _ROWS = 256, 16
+# Tokens of one program by tokens of the step: many tiny programs take longer than fewer larger.
+_TOKENS_PER_PROGRAM = ((256, 16), (24, 4), (0, 1))
 
 
 def rope_kv(
@@ -48,7 +48,7 @@ def rope_kv(
     num_tokens, all_heads, head_dim = heads_THD.shape
     target = target_of(heads_THD.device)
     width = head_dim if table is None else table.shape[1]
-    block_t = _ROWS if num_tokens >= _MANY_TOKENS else 1
+    block_t = next(size for least, size in _TOKENS_PER_PROGRAM if num_tokens >= least)
     rope_kv_kernel[(-(-num_tokens // block_t), all_heads)](
         heads_THD,
         raw_pool(pool),
@@ -73,7 +73,7 @@ def rope_kv(
         BLOCK_F=_power_of_two(width // 2),
         BLOCK_R=_power_of_two(head_dim - width),
         PDL=target.has_pdl,
-        num_warps=4 if block_t > 1 else 1,
+        num_warps=4 if block_t > 4 else 1,
         **launch_options(target),
     )
 
