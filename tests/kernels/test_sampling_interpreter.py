@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,9 +174,11 @@ adjustments = st.fixed_dictionaries(
     },
 )
 rows_of = st.builds(lambda a, b: row(**a, **b), filters, st.one_of(st.just({}), adjustments))
+# A seed whose first number is almost 1: it draws the last id kept.
+LAST = int(reference.uniforms(np.arange(200_000), np.zeros(200_000, np.int64)).argmax())
 
 
-@settings(max_examples=22, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(rows_of, min_size=1, max_size=3),
     st.sampled_from(KINDS),
@@ -199,6 +202,25 @@ def test_kernels_draw_what_the_reference_and_the_host_draw(
     assert torch_ids.tolist() == host
     for one, line, expected, found in zip(rows, logits, host, kernel, strict=True):
         assert found == expected or found in allowed(line, one)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(filters, min_size=1, max_size=3),
+    st.sampled_from(["flat", "ties", "equal", "two levels"]),
+    st.sampled_from([7, 64, 150]),
+    st.integers(0, 99),
+)
+def test_exactly_as_many_tokens_are_kept_as_the_filters_say(
+    fields: list[dict[str, Any]], kind: str, vocab: int, seed: int
+) -> None:
+    """With falling logits the last id kept tells how many there are, ties among them."""
+    logits = logits_of(kind, len(fields), vocab, seed).sort(-1, descending=True).values
+    rows = [row(**{**one, "seed": LAST, "num_generated": 0}) for one in fields]
+    found = draw(logits, tensors_of(rows, vocab), FILTERED).ids_R.tolist()
+    expected = sample(logits, rows).tolist()
+    for one, line, want, token in zip(rows, logits, expected, found, strict=True):
+        assert token == want or token in allowed(line, one)
 
 
 @pytest.mark.parametrize(
