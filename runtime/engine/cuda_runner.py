@@ -89,7 +89,6 @@ class CudaRunner:
         self._starts_S1 = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self._row_numbers_S = torch.arange(num_rows, device=device)
         self._seq_lens: tuple[int, ...] = ()
-        self._logits_SV: Tensor | None = None
         self._graphs: DecodeGraphs | None = None
         if use_graphs and self.has_kernels:
             self._graphs = DecodeGraphs(graph_sizes(num_rows), self._decode_step, self._kept)
@@ -147,7 +146,7 @@ class CudaRunner:
         """
         is_more = self._readiness.proceed()
         if not is_more:
-            self._dry = None
+            self.forget_dry_runs()
         return is_more
 
     @property
@@ -160,6 +159,7 @@ class CudaRunner:
         """See `Readiness.compile_ahead`."""
         if self.has_kernels:
             self._readiness.compile_ahead()
+            self.forget_dry_runs()
 
     def run_padding(self, num_rows: int, kind: Kind) -> None:
         self._run_decodes(padded(NO_ROWS, num_rows), kind)
@@ -177,6 +177,10 @@ class CudaRunner:
             for num_rows, kind in decodes:
                 self._dry.run_padding(num_rows, kind)
 
+    def forget_dry_runs(self) -> None:
+        """Free what `compile_steps` works with."""
+        self._dry = None
+
     def blank_prompt(self, num_tokens: int, num_rows: int, *, draw: bool) -> Tensor:
         logits_RV = self.decoder.logits(
             self._spans.blank(num_tokens, num_rows, self._limits.max_model_len)
@@ -190,22 +194,25 @@ class CudaRunner:
         num_rows = len(plan.rows_D5)
         kind = captured_kind(plan.traits)
         size = self._graphs.size_for(num_rows) if self._graphs is not None else num_rows
-        self._run_decodes(padded(plan.rows_D5, size), kind)
+        logits_SV = self._run_decodes(padded(plan.rows_D5, size), kind)
         out_R, logprobs = self._out_S[:num_rows], None
-        if kind is None:
-            assert self._logits_SV is not None
+        if logits_SV is not None:
             slots_R = self._inputs.slots_S[:num_rows]
-            logprobs = self._draw(self._logits_SV[:num_rows], slots_R, plan.features, out_R)
+            logprobs = self._draw(logits_SV[:num_rows], slots_R, plan.features, out_R)
         return self._ticket(plan, out_R, logprobs, [], [])
 
-    def _run_decodes(self, rows_S5: Ints, kind: Kind) -> None:
+    def _run_decodes(self, rows_S5: Ints, kind: Kind) -> Tensor | None:
         upload_into(self._rows_S5[: len(rows_S5)], rows_S5)
-        self._seq_lens = tuple((rows_S5[:, 1] + 1).tolist())
+        if not self.has_kernels:
+            self._seq_lens = tuple((rows_S5[:, 1] + 1).tolist())
         run = self._decode_step if self._graphs is None else self._graphs.run
-        run(len(rows_S5), kind)
+        return run(len(rows_S5), kind)
 
-    def _decode_step(self, num_rows: int, kind: Kind) -> None:
-        """A whole step over the first rows of the fixed buffers: what is captured."""
+    def _decode_step(self, num_rows: int, kind: Kind) -> Tensor | None:
+        """A whole step over the first rows of the fixed buffers: what is captured.
+
+        Returns the logits [S, V] for the kind that draws nothing itself.
+        """
         inputs = self._inputs.rows(num_rows)
         decode_inputs(
             self._rows_S5[:num_rows],
@@ -218,9 +225,9 @@ class CudaRunner:
         hidden_SH = self.decoder.forward(self._decode_inputs(inputs), self._kv)
         logits_SV = self.decoder.logits(hidden_SH)
         if kind is None:
-            self._kept_logits(logits_SV)[:num_rows].copy_(logits_SV)
-        else:
-            self._draw(logits_SV, inputs.slots_S, kind, self._out_S[:num_rows])
+            return logits_SV
+        self._draw(logits_SV, inputs.slots_S, kind, self._out_S[:num_rows])
+        return None
 
     def _decode_inputs(self, inputs: DecodeInputs) -> StepInputs:
         num_rows = len(inputs.slots_S)
@@ -238,12 +245,6 @@ class CudaRunner:
             num_decodes=num_rows,
             max_query_len=1,
         )
-
-    def _kept_logits(self, logits_SV: Tensor) -> Tensor:
-        """The one buffer of logits that graphs write for whoever draws behind them."""
-        if self._logits_SV is None:
-            self._logits_SV = logits_SV.new_empty(len(self._rows_S5), logits_SV.shape[1])
-        return self._logits_SV
 
     def _kept(self) -> object:
         """Scratch memory that a graph captured now holds; views keep it alive if it is replaced."""

@@ -124,6 +124,7 @@ def _opened(name: str) -> torch.device:
     """The device, made current and given its context."""
     device = torch.device(name)
     if device.type == "cuda":
+        _let_segments_expand()
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
@@ -221,6 +222,16 @@ def _scratch_runner(
         block_size=block_size,
     )
     return CudaRunner(decoder, kv, limits, use_graphs=False)
+
+
+def _let_segments_expand() -> None:
+    """Have torch's allocator grow its segments instead of adding others that nothing fits into.
+
+    Steps of all sizes share one pool; without this, half of it is lost between the pieces. Whoever
+    configures the allocator by environment is left alone.
+    """
+    if not any(name in os.environ for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _sizing_runner(

@@ -21,10 +21,10 @@ from runtime.engine.graphs import DecodeGraphs, graph_sizes
 from runtime.engine.memory import BYTES_PER_GRAPH, LIBRARY_BYTES
 from runtime.engine.model_runner import DecoderLike
 from runtime.engine.step_cost import StepCost, measure
-from runtime.engine.step_plan import FILTERED_DRAW, GREEDY, RANDOM_DRAW, Kind, RunnerLimits
+from runtime.engine.step_plan import GREEDY, RANDOM_DRAW, Kind, RunnerLimits
 
-CAPTURED = (GREEDY, RANDOM_DRAW, FILTERED_DRAW)
-# Kernels of filters take seconds to compile: they wait for a request or an idle moment.
+# Kernels of filters take seconds to compile: they wait for a request that filters. So do graphs of
+# any other way of drawing than this one, so that making ready takes no longer than it must.
 FIRST = (GREEDY, RANDOM_DRAW)
 # Lengths that are not multiples of 16 as well as such: kernels are compiled apart for the two.
 FIRST_PROMPTS = (1, 16, 23, 64, 100, 256, 300, 1024, 1500)
@@ -96,24 +96,19 @@ class Readiness:
         Takes tens of milliseconds, some tenths of a second for the last piece, which measures; and
         seconds for a kernel that this machine has never compiled.
         """
-        for kind in CAPTURED:
-            missing = self._graphs.missing(kind) if self._graphs is not None else []
-            if missing:
-                self._steps.compile_steps([(missing[0], kind)], [])
-                self._steps.run_padding(missing[0], kind)
-                return True
+        missing = self._graphs.missing(GREEDY) if self._graphs is not None else []
+        if missing:
+            self._steps.compile_steps([(missing[0], GREEDY)], [])
+            self._steps.run_padding(missing[0], GREEDY)
+            return True
         if self.step_cost is None and self._device.type == "cuda":
             self.step_cost = self._measured_cost()
         return False
 
     def _rare_memory(self) -> list[Tensor]:
-        """What comes to stay once a request asks for it: tensors of these sizes.
-
-        A history for every slot (penalties), the buffer that graphs leave logits in (log-probs),
-        and what filters work in (one candidate in 16 or so of each row).
-        """
+        """What comes to stay once a request has penalties: the history of every slot."""
         num_rows, vocab = self._limits.max_num_seqs, self._vocab
-        num_bytes = num_rows * vocab * (2 + 4) + num_rows * vocab // 8 + num_rows * vocab // 2
+        num_bytes = 2 * num_rows * vocab + num_rows * vocab // 8
         return [torch.empty(num_bytes, dtype=torch.uint8, device=self._device)]
 
     def _graph_bytes(self) -> int:
@@ -124,7 +119,7 @@ class Readiness:
         before = torch.cuda.memory_allocated(self._device)
         self._steps.run_padding(num_rows, GREEDY)
         activations = torch.cuda.max_memory_allocated(self._device) - before
-        num_graphs = len(CAPTURED) * len(graph_sizes(num_rows))
+        num_graphs = 2 * len(graph_sizes(num_rows))  # greedy, and one other way of drawing
         return activations + LIBRARY_BYTES + num_graphs * BYTES_PER_GRAPH
 
     def _measured_cost(self) -> StepCost:

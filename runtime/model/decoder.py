@@ -132,6 +132,7 @@ class Decoder:
             x_TE = self._attend(i, normed, step, plan, kv)
             up = layer.gate_up.activations
             residual_TE, normed = add_rms_norm(x_TE, residual_TE, layer.norms.mlp, eps, up)
+            del x_TE  # its memory serves the MLP, where a step takes most
             x_TE = self._mlp(layer, normed)
             if i + 1 < len(self.layers):
                 after = self.layers[i + 1]

@@ -31,8 +31,8 @@ class FullSize:
     def size_for(self, num_rows: int) -> int:
         return LIMITS.max_num_seqs
 
-    def run(self, size: int, kind: Kind) -> None:
-        self.runner._decode_step(size, kind)
+    def run(self, size: int, kind: Kind) -> torch.Tensor | None:
+        return self.runner._decode_step(size, kind)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_every_number_of_rows_has_a_graph_of_little_padding(max_num_seqs: int) -
     graphs = DecodeGraphs(sizes, lambda size, kind: None, lambda: None)
     for rows in range(1, max_num_seqs + 1):
         size = graphs.size_for(rows)
-        assert rows <= size <= max(rows + 3, rows * 1.16)
+        assert rows <= size <= max(rows + 7, rows * 1.25)
 
 
 @pytest.fixture(autouse=True)
@@ -108,12 +108,18 @@ def test_sizes_are_captured_when_needed_largest_first_when_idle(
 ) -> None:
     steps, replayed = BlankSteps(), []
 
-    class Graph:
+    class Captured:
+        result = None
+
+        @property
+        def graph(self) -> Captured:
+            return self
+
         def replay(self) -> None:
             replayed.append(1)
 
     graphs = DecodeGraphs((1, 4, 12), steps.run_padding, lambda: None)
-    monkeypatch.setattr(graphs, "_capture", lambda size, kind: Graph())
+    monkeypatch.setattr(graphs, "_capture", lambda size, kind: Captured())
     graphs.run(4, GREEDY)
     graphs.run(4, GREEDY)
     assert (steps.decodes, len(replayed)) == ([(4, GREEDY)], 1)
@@ -121,5 +127,5 @@ def test_sizes_are_captured_when_needed_largest_first_when_idle(
     monkeypatch.setattr(steps, "run_padding", graphs.run)
     while ready.proceed():
         pass
-    assert graphs.num_captured == 9
+    assert graphs.num_captured == 3
     assert [size for size, kind in steps.decodes if kind == GREEDY] == [4, 12, 1]
