@@ -76,7 +76,7 @@ def prefetch_l2(pointer, num_bytes):
         "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
         "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",
-        [pointer.to(tl.uint64), num_bytes.to(tl.uint32)],
+        [pointer.to(tl.uint64), num_bytes],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -112,6 +112,8 @@ def tile_rows(n_tile, N, BLOCK_N: tl.constexpr, ACT: tl.constexpr):
 @triton.jit
 def prefetch_rows(
     codes_ptr,
+    scale_ptr,
+    zero_ptr,
     n_tile,
     kb_begin,
     kb_end,
@@ -119,11 +121,14 @@ def prefetch_rows(
     N,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
     LIMIT: tl.constexpr,
     ACT: tl.constexpr,
 ):
-    """Ask the first LIMIT K-blocks of a tile's codes into L2."""
+    """Ask the first LIMIT K-blocks of a tile's codes into L2, and all its scales, which are read
+    a few bytes at a time with little ahead."""
     HALF: tl.constexpr = BLOCK_N // ROWS // 2
+    SCALE_BYTES: tl.constexpr = GROUPS * ROWS * scale_ptr.dtype.element_ty.primitive_bitwidth // 8
     num_bytes = tl.minimum(kb_end - kb_begin, LIMIT) * (ROWS * WIDTH * 2)
     for i in tl.static_range(BLOCK_N // ROWS):
         block = n_tile * (BLOCK_N // ROWS) + i
@@ -131,6 +136,11 @@ def prefetch_rows(
             block = (i // HALF) * (N // 2 // ROWS) + n_tile * HALF + i % HALF
         block = tl.minimum(block, tl.cdiv(N, ROWS) - 1)
         at = block.to(tl.int64) * num_kb + kb_begin
+        if GROUPS > 0:
+            group = at * (GROUPS * ROWS)
+            prefetch_l2(scale_ptr + group, (kb_end - kb_begin) * SCALE_BYTES)
+            if zero_ptr is not None:
+                prefetch_l2(zero_ptr + group, (kb_end - kb_begin) * (GROUPS * ROWS))
         prefetch_l2(codes_ptr + at * (ROWS * WIDTH), num_bytes)
 
 
@@ -272,7 +282,19 @@ def tile_kernel(
     if PREFETCH_KB > 0:
         n_tile = tile // num_m_tiles
         prefetch_rows(
-            codes_ptr, n_tile, kb_begin, kb_end, num_kb, N, BLOCK_N, WIDTH, PREFETCH_KB, ACT
+            codes_ptr,
+            scale_ptr,
+            zero_ptr,
+            n_tile,
+            kb_begin,
+            kb_end,
+            num_kb,
+            N,
+            BLOCK_N,
+            WIDTH,
+            GROUPS,
+            PREFETCH_KB,
+            ACT,
         )
     x = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
     m_ok = (m < M)[:, None]
@@ -415,7 +437,19 @@ def warp_kernel(
         zeros = zero_ptr + group
     if PREFETCH_KB > 0:
         prefetch_rows(
-            codes_ptr, tile, kb_begin, kb_end, num_kb, N, BLOCK_N, WIDTH, PREFETCH_KB, ACT
+            codes_ptr,
+            scale_ptr,
+            zero_ptr,
+            tile,
+            kb_begin,
+            kb_end,
+            num_kb,
+            N,
+            BLOCK_N,
+            WIDTH,
+            GROUPS,
+            PREFETCH_KB,
+            ACT,
         )
     x = x_ptr + m.to(tl.int64)[None, :, None] * K + k[None, None, :]
     x += warp[:, None, None] * BLOCK_K
