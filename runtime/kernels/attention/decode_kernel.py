@@ -251,6 +251,9 @@ def decode_kernel(
         s = tl.load(shares_ptr + 4 * p + 1)
         start = tl.load(shares_ptr + 4 * p + 2)
         seq_len = tl.load(shares_ptr + 4 * p + 3)
+    _clear_empty_rows(
+        seq_lens_ptr, out_ptr, num_seqs, p, tl.num_programs(0), GROUP * KV_HEADS, HEAD_DIM
+    )
     while unit < stop:
         low = 0
         if WINDOWED:
@@ -321,9 +324,6 @@ def decode_kernel(
             s += 1
             start = unit
             seq_len = tl.load(seq_lens_ptr + s)
-    _clear_empty_rows(
-        seq_lens_ptr, out_ptr, num_seqs, p, tl.num_programs(0), GROUP * KV_HEADS, HEAD_DIM
-    )
 
 
 @triton.jit
