@@ -164,9 +164,10 @@ def test_a_choice_fits_any_problem(rows: int, out: int, blocks: int, on_h200: bo
     assert 1 <= tile.split_k <= max(1, blocks // 4)
 
 
-def test_deterministic_choice_varies_in_rows_only() -> None:
+def test_deterministic_choice_varies_in_extent_only() -> None:
+    extent = {"block_m": 0, "block_n": 0, "num_warps": 0}
     chosen = {
-        replace(choose(rows, (4096, 4096), 128, H200, deterministic=True), block_m=0)
+        replace(choose(rows, (4096, 4096), 128, H200, deterministic=True), **extent)
         for rows in (1, 17, 300, 4097)
     }
     assert len(chosen) == 1

@@ -66,15 +66,20 @@ def choose(
 def fixed(num_rows: int, target: KernelTarget) -> Tile:
     """The same products in the same order for any number of rows.
 
-    Only how many rows of inputs a program takes varies: a row is a column of the instruction's
-    operand B there, and columns do not meet.
+    Only the extent of a program's tile varies: what an element of it sums, and in which order,
+    does not depend on the elements beside it. K is never split.
     """
-    block_m = next(size for size in (16, 32, 64, 128) if num_rows <= size or size == 128)
+    if num_rows <= 64:
+        block_m = next(size for size in (16, 32, 64) if num_rows <= size)
+        return Tile(
+            kernel="tile", block_m=block_m, num_stages=_stages(target, 4), scaling="weights"
+        )
     return Tile(
         kernel="tile",
-        block_m=block_m,
-        block_n=64,
-        num_stages=_stages(target, 3),
+        block_m=128,
+        block_n=128,
+        num_warps=8,
+        num_stages=_stages(target, 4),
         scaling="weights",
     )
 
