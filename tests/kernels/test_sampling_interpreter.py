@@ -223,6 +223,16 @@ def test_exactly_as_many_tokens_are_kept_as_the_filters_say(
         assert token == want or token in allowed(line, one)
 
 
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_nuclei_of_every_size(spread: float) -> None:
+    logits_V = logits_of("flat", 1, 190, 11)[0].sort(descending=True).values * 10 * spread
+    sizes = [0.02, 0.1, 0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999]
+    rows = [row(seed=LAST, top_p=top_p) for top_p in sizes]
+    logits = logits_V.expand(len(rows), -1).contiguous()
+    found = draw(logits, tensors_of(rows, 190), FILTERED).ids_R.tolist()
+    assert found == sample(logits, rows).tolist()
+
+
 @pytest.mark.parametrize(
     ("kind", "vocab"),
     [("equal", 1), ("flat", 40), ("equal", 120), ("two levels", 120), ("flat", 100)],
