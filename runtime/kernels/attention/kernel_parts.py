@@ -152,17 +152,17 @@ def split_pairs(pairs, KV: tl.constexpr, USE_PTX: tl.constexpr):
 
 
 @triton.jit
-def soften(scores, m, l, AXIS: tl.constexpr, MAY_SEE_NOTHING: tl.constexpr):  # noqa: E741
-    """Online softmax along AXIS: new maximum and sum, weights, and the factor of older sums.
+def soften(scores, scale, m, l, AXIS: tl.constexpr, MAY_SEE_NOTHING: tl.constexpr):  # noqa: E741
+    """Online softmax of scores * scale along AXIS, scale > 0, in powers of two.
 
-    A tile in which a row sees nothing leaves that row as it was, bit for bit (m is -inf until the
-    first visible key).
+    New maximum and sum, weights, and the factor of older sums. A tile in which a row sees nothing
+    leaves that row as it was, bit for bit (m is -inf until the first visible key).
     """
-    m_new = tl.maximum(m, tl.max(scores, AXIS))
+    m_new = tl.maximum(m, tl.max(scores, AXIS) * scale)
     shift = m_new
     if MAY_SEE_NOTHING:
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(scores - tl.expand_dims(shift, AXIS))
+    p = tl.exp2(scores * scale - tl.expand_dims(shift, AXIS))
     alpha = tl.exp2(m - shift)
     return m_new, l * alpha + tl.sum(p, AXIS), p, alpha
 
@@ -210,12 +210,12 @@ def attend_tile(
         v_codes_ND = tl.load(v_ptr + at_ND, mask=is_stored_N[:, None], other=0)
     else:
         v_codes_ND = tl.load(v_ptr + at_ND)
-    scores_MN = tl.dot(q_MD, k_ND.T, input_precision="ieee") * qk_scale
+    scores_MN = tl.dot(q_MD, k_ND.T, input_precision="ieee")
     if KV == "int8":
         scores_MN *= tl.load(token_scales_ptr + rows_N)[None, :]
     if MASKED:
         scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
-    m_M, l_M, p_MN, alpha_M = soften(scores_MN, m_M, l_M, 1, MAY_SEE_NOTHING)
+    m_M, l_M, p_MN, alpha_M = soften(scores_MN, qk_scale, m_M, l_M, 1, MAY_SEE_NOTHING)
     acc_MD = acc_MD * alpha_M[:, None]
     v_ND = widen(v_codes_ND, q_MD.dtype, KV, USE_PTX)
     if KV == "int8":
@@ -259,9 +259,9 @@ def attend_tile_by_warp(
     v_ptr = pool_ptr + KV_HEADS * BLOCK_SIZE * HEAD_DIM
     at_WDN = (rows_WN.to(tl.int64) * HEAD_DIM)[:, None, :] + tl.arange(0, HEAD_DIM)[None, :, None]
     v_WDN = tl.load(v_ptr + at_WDN, mask=is_stored_WN[:, None, :], other=0).to(q_WDM.dtype)
-    scores_WNM = tl.dot(k_WND, q_WDM, input_precision="ieee") * qk_scale
+    scores_WNM = tl.dot(k_WND, q_WDM, input_precision="ieee")
     scores_WNM = tl.where(is_visible_WN[:, :, None], scores_WNM, float("-inf"))
-    m_WM, l_WM, p_WNM, alpha_WM = soften(scores_WNM, m_WM, l_WM, 1, MAY_SEE_NOTHING)
+    m_WM, l_WM, p_WNM, alpha_WM = soften(scores_WNM, qk_scale, m_WM, l_WM, 1, MAY_SEE_NOTHING)
     acc_WDM = acc_WDM * alpha_WM[:, None, :]
     acc_WDM = tl.dot(v_WDN, p_WNM.to(q_WDM.dtype), acc_WDM, input_precision="ieee")
     return m_WM, l_WM, acc_WDM
@@ -300,11 +300,11 @@ def attend_pairs_by_warp(
     v_pairs_WDN = tl.load(v_ptr + at_WDN, mask=is_stored_WN[:, None, :], other=0)
     k_even_WND, k_odd_WND = split_pairs(k_pairs_WND, KV, USE_PTX)
     scores_WNM = tl.dot(k_even_WND, q_even_WDM)
-    scores_WNM = tl.dot(k_odd_WND, q_odd_WDM, scores_WNM) * qk_scale
+    scores_WNM = tl.dot(k_odd_WND, q_odd_WDM, scores_WNM)
     if KV == "int8":
         scores_WNM *= tl.load(token_scales_ptr + rows_WN)[:, :, None]
     scores_WNM = tl.where(is_visible_WN[:, :, None], scores_WNM, float("-inf"))
-    m_WM, l_WM, p_WNM, alpha_WM = soften(scores_WNM, m_WM, l_WM, 1, MAY_SEE_NOTHING)
+    m_WM, l_WM, p_WNM, alpha_WM = soften(scores_WNM, qk_scale, m_WM, l_WM, 1, MAY_SEE_NOTHING)
     even_WDM = even_WDM * alpha_WM[:, None, :]
     odd_WDM = odd_WDM * alpha_WM[:, None, :]
     v_even_WDN, v_odd_WDN = split_pairs(v_pairs_WDN, KV, USE_PTX)
