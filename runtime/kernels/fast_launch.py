@@ -26,15 +26,15 @@ def install(device: torch.device) -> None:
     if getattr(plain_getitem, "__module__", None) == __name__:
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    tables: dict[Any, _Table] = {}
+    tables: dict[int, _Table] = {}  # by id: a function's own hash is of its source
 
     def getitem(self: Any, grid: Any) -> Any:
         # Somebody else's run (compiling ahead) must see the launch.
         if not self.module.startswith(_OURS) or JITFunction.run is not plain_run or callable(grid):
             return plain_getitem(self, grid)
-        table = tables.get(self)
+        table = tables.get(id(self))
         if table is None:
-            table = tables[self] = _Table(self)
+            table = tables[id(self)] = _Table(self)
 
         def launch(*args: Any, **kwargs: Any) -> None:
             key = table.key(args, kwargs)
@@ -61,6 +61,7 @@ class _Table:
     """The compiled kernels of one Triton function, by key."""
 
     def __init__(self, function: Any) -> None:
+        self.function = function
         self.kernels: dict[Any, Any] = {}
         self._is_constant = tuple(bool(p.is_constexpr) for p in function.params)
         self._constants = frozenset(p.name for p in function.params if p.is_constexpr)
