@@ -72,7 +72,7 @@ COMPILE_CASES = [
     ),
     CompileCase(
         name="adjust",
-        kernel=f"{SAMPLING}.kernel:adjust_kernel",
+        kernel=f"{SAMPLING}.kernel_adjust:adjust_kernel",
         signature={
             **SCORES,
             **SEARCHED,
@@ -98,7 +98,7 @@ COMPILE_CASES = [
     ),
     CompileCase(
         name="count",
-        kernel=f"{SAMPLING}.kernel:count_kernel",
+        kernel=f"{SAMPLING}.kernel_adjust:count_kernel",
         signature={
             "ids_ptr": "*i32",
             "is_finite_ptr": "*u8",
@@ -112,7 +112,7 @@ COMPILE_CASES = [
     ),
     CompileCase(
         name="narrow",
-        kernel=f"{SAMPLING}.kernel_filter:narrow_kernel",
+        kernel=f"{SAMPLING}.kernel_narrow:narrow_kernel",
         signature={**SCORES, **SEARCHED, **SCRATCH, "histograms_ptr": "*i32", "vocab": "i32"},
         constexprs={**BLOCKS, "CAPACITY": 2048, "ADJUSTED": True},
         overrides=NO_PDL,
@@ -120,7 +120,7 @@ COMPILE_CASES = [
     ),
     CompileCase(
         name="collect",
-        kernel=f"{SAMPLING}.kernel_filter:collect_kernel",
+        kernel=f"{SAMPLING}.kernel_edge:collect_kernel",
         signature={
             **SCORES,
             **SEARCHED,
@@ -135,7 +135,7 @@ COMPILE_CASES = [
     ),
     CompileCase(
         name="collect-plain",
-        kernel=f"{SAMPLING}.kernel_filter:collect_kernel",
+        kernel=f"{SAMPLING}.kernel_edge:collect_kernel",
         signature={
             **without(SCORES, NOT_ADJUSTED),
             **SEARCHED,
@@ -150,7 +150,7 @@ COMPILE_CASES = [
     ),
     CompileCase(
         name="draw-kept",
-        kernel=f"{SAMPLING}.kernel_filter:draw_kept_kernel",
+        kernel=f"{SAMPLING}.kernel_kept:draw_kept_kernel",
         signature={**SCORES, **PARAMETERS, **SCRATCH, "ids_ptr": "*i32", "vocab": "i32"},
         constexprs={**BLOCKS, "ADJUSTED": True},
         overrides=NO_PDL,

@@ -16,19 +16,12 @@ import triton
 from torch import Tensor
 
 from runtime.kernels.backend import target_of
-from runtime.kernels.sampling.kernel import (
-    NUM_BINS,
-    STATE,
-    adjust_kernel,
-    count_kernel,
-    draw_kernel,
-)
-from runtime.kernels.sampling.kernel_filter import (
-    collect_kernel,
-    draw_kept_kernel,
-    narrow_kernel,
-)
+from runtime.kernels.sampling.kernel import NUM_BINS, STATE, draw_kernel
+from runtime.kernels.sampling.kernel_adjust import adjust_kernel, count_kernel
+from runtime.kernels.sampling.kernel_edge import collect_kernel
+from runtime.kernels.sampling.kernel_kept import draw_kept_kernel
 from runtime.kernels.sampling.kernel_logprobs import logprobs_kernel, top_kernel
+from runtime.kernels.sampling.kernel_narrow import narrow_kernel
 from runtime.kernels.sampling.tensors import (
     Drawn,
     RowLogprobs,

@@ -1,12 +1,8 @@
-"""top_k, top_p and min_p in Triton, without sorting: find the edge, then draw from what is kept.
+"""The edge of what top_k and top_p keep: how far the last token is, how many of its equals are kept.
 
-Rounds narrow down the distances among which the last token kept must lie: a histogram of counts
-over 64 bins tells the exact rank of each bin and bounds its mass from both sides. When few tokens
-are left they are collected, and one program finds the edge among them by bisection on the bits of
-their distances (which order as integers, being >= 0). Widths of bins are powers of two, so every
-edge of a bin is exact.
-
-States, modes and distances are those of `kernel`.
+The few tokens that rounds have left are collected, and one program finds the edge among them: by
+comparing every one with every other, or by bisection on the bits of their distances (which order as
+integers, being >= 0). States, modes and distances are those of `kernel`.
 """
 
 from __future__ import annotations
@@ -17,15 +13,12 @@ import triton.language as tl
 from runtime.kernels.sampling.kernel import (
     BEFORE,
     EDGE,
-    GREEDY_ID,
     HIGH,
     INFINITY,
     LOW,
     MAXIMUM,
     MEMBERS,
-    MIN_P,
     MODE,
-    NUM_BINS,
     SEARCH,
     SEARCH_WHOLE_ROW,
     STATE,
@@ -34,152 +27,16 @@ from runtime.kernels.sampling.kernel import (
     TOP_K,
     TOP_P,
     TOTAL,
-    WIDTH,
     WORDS,
     begin,
     distances,
-    draw_inside,
     is_last,
     load_scores,
-    pick_block,
-    pow2_at_least,
     reciprocal,
-    uniform,
 )
 
-SLACK = tl.constexpr(2e-6)  # of the total: what float32 sums may be wrong by
-STEP = tl.constexpr(8)  # histograms merged at once, tokens compared at once
+STEP = tl.constexpr(8)  # tokens compared at once
 EXACT = tl.constexpr(float(2**40))  # one, as a weight in whole numbers
-
-
-@triton.jit
-def narrow_kernel(
-    logits_ptr,
-    row_stride,
-    adjusted_ptr,
-    is_adjusted_ptr,
-    slots_ptr,
-    doubles_ptr,
-    floats_ptr,
-    ints_ptr,
-    partials_ptr,
-    histograms_ptr,
-    state_ptr,
-    counters_ptr,
-    vocab,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCKS_POW2: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One round for the rows that search: [LOW, HIGH) shrinks to a bin or a few.
-
-    histograms_ptr [R, num_blocks, NUM_BINS] int32. partials_ptr: masses below LOW and inside.
-    """
-    begin(PDL)
-    block = tl.program_id(0)
-    row = tl.program_id(1)
-    state = state_ptr + row * STATE
-    if tl.load(state + MODE) != SEARCH:
-        return
-    if tl.load(state + MEMBERS) <= CAPACITY:
-        return
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    low = tl.load(state + LOW).to(tl.float32)
-    high = tl.load(state + HIGH).to(tl.float32)
-    width = tl.load(state + WIDTH).to(tl.float32)
-    maximum = tl.load(state + MAXIMUM).to(tl.float32)
-    scale = reciprocal(tl.load(floats_ptr + slot * WORDS + TEMPERATURE))
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    scores = load_scores(
-        logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
-    )
-    y = distances(maximum, scores, scale)
-    weights = tl.exp(-y)
-    is_inside = (y >= low) & (y < high)
-    partials = partials_ptr + row * (5 * BLOCKS_POW2)
-    tl.store(partials + block, tl.sum(tl.where(y < low, weights, 0.0), 0))
-    tl.store(partials + BLOCKS_POW2 + block, tl.sum(tl.where(is_inside, weights, 0.0), 0))
-    in_widths = tl.where(is_inside, y - low, 0.0) * (1.0 / width)
-    in_bin = tl.minimum(in_widths.to(tl.int32), NUM_BINS - 1)
-    at = tl.arange(0, NUM_BINS)
-    histograms = histograms_ptr + row.to(tl.int64) * NUM_BLOCKS * NUM_BINS
-    tl.store(histograms + block * NUM_BINS + at, tl.histogram(in_bin, NUM_BINS, mask=is_inside))
-    if is_last(counters_ptr + row, NUM_BLOCKS):
-        bins = tl.arange(0, NUM_BINS)
-        counts = tl.zeros([NUM_BINS], tl.int32)
-        for start in range(0, NUM_BLOCKS, STEP):
-            some = start + tl.arange(0, STEP)
-            tile = tl.load(
-                histograms + some[:, None] * NUM_BINS + bins[None, :],
-                mask=some[:, None] < NUM_BLOCKS,
-                other=0,
-                cache_modifier=".cg",
-            )
-            counts += tl.sum(tile, 0)
-        top_k = tl.load(ints_ptr + slot * WORDS + TOP_K)
-        top_p = tl.load(doubles_ptr + slot * (WORDS // 2) + TOP_P)
-        before = tl.load(state + BEFORE).to(tl.int32)
-        through = before + tl.cumsum(counts, 0)
-        mode = SEARCH + 0
-        if (top_k > 0) & (top_k < vocab):
-            # The edge is in the first bin that reaches top_k. The mass of all that is before it is
-            # needed where top_p follows, so all of it has to be collected.
-            last = tl.sum((through < top_k).to(tl.int32), 0)
-            num_through = tl.sum(tl.where(bins == last, through, 0), 0)
-            keeps_all = (before == 0) & (num_through <= CAPACITY)
-            first = tl.where(keeps_all, 0, last)
-            is_lost = (last == NUM_BINS) | ((keeps_all == 0) & (top_p < 1.0))
-            mode = tl.where(is_lost, SEARCH_WHOLE_ROW, mode)
-        else:
-            below, inside = _masses(partials, NUM_BLOCKS, BLOCKS_POW2)
-            total = tl.load(state + TOTAL)
-            target = top_p * total
-            slack = SLACK * total
-            atmost, atleast = _mass_before(counts, bins, low, width, below, inside)
-            first = tl.maximum(tl.sum((atmost < target - slack).to(tl.int32), 0) - 1, 0)
-            last = tl.maximum(tl.sum((atleast < target + slack).to(tl.int32), 0) - 1, first)
-        num_first = tl.sum(tl.where(bins == first, through - counts, 0), 0)
-        num_last = tl.sum(tl.where(bins == last, through, 0), 0)
-        new_low = low + first.to(tl.float32) * width
-        new_high = low + (last + 1).to(tl.float32) * width
-        new_width = pow2_at_least((new_high - new_low) / (NUM_BINS - 1))
-        tl.store(state + LOW, new_low.to(tl.float64))
-        tl.store(state + HIGH, new_high.to(tl.float64))
-        tl.store(state + WIDTH, tl.minimum(new_width, width).to(tl.float64))
-        tl.store(state + BEFORE, num_first.to(tl.float64))
-        tl.store(state + MEMBERS, (num_last - num_first).to(tl.float64))
-        tl.store(state + MODE, mode.to(tl.float64))
-
-
-@triton.jit
-def _masses(partials, NUM_BLOCKS: tl.constexpr, BLOCKS_POW2: tl.constexpr):
-    """(mass below LOW, mass inside), float64, summed in the order of blocks."""
-    blocks = tl.arange(0, BLOCKS_POW2)
-    is_block = blocks < NUM_BLOCKS
-    below = tl.load(partials + blocks, mask=is_block, other=0.0, cache_modifier=".cg")
-    inside = tl.load(
-        partials + BLOCKS_POW2 + blocks, mask=is_block, other=0.0, cache_modifier=".cg"
-    )
-    return tl.sum(below.to(tl.float64), 0), tl.sum(inside.to(tl.float64), 0)
-
-
-@triton.jit
-def _mass_before(counts, bins, low, width, below, inside):
-    """Bounds (at most, at least) of the mass before each bin: from the front and from the back."""
-    nearest = low + bins.to(tl.float32) * width
-    most = counts.to(tl.float64) * tl.exp(-nearest).to(tl.float64)
-    least = counts.to(tl.float64) * tl.exp(-(nearest + width)).to(tl.float64)
-    most_before = tl.cumsum(most, 0) - most
-    least_before = tl.cumsum(least, 0) - least
-    through = below + inside
-    most_after = tl.sum(most, 0) - most_before
-    least_after = tl.sum(least, 0) - least_before
-    atmost = tl.minimum(below + most_before, through - least_after)
-    atleast = tl.maximum(below + least_before, through - most_after)
-    return atmost, atleast
 
 
 @triton.jit
@@ -457,86 +314,3 @@ def _edge_of_few(
         before = tl.max(tl.where(is_edge, mass, 0.0), 0)
         ties = _ties_in_nucleus(target, before, _weight(_key(edge)), ties)
     return edge, ties
-
-
-@triton.jit
-def round_up(x):
-    """The least float32 that is not under the float64 `x` >= 0."""
-    near = x.to(tl.float32)
-    above = (near.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
-    return tl.where(near.to(tl.float64) < x, above, near)
-
-
-@triton.jit
-def draw_kept_kernel(
-    logits_ptr,
-    row_stride,
-    adjusted_ptr,
-    is_adjusted_ptr,
-    slots_ptr,
-    doubles_ptr,
-    longs_ptr,
-    floats_ptr,
-    ints_ptr,
-    partials_ptr,
-    state_ptr,
-    counters_ptr,
-    ids_ptr,
-    vocab,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCKS_POW2: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Draw the filtered rows. partials_ptr: by block the mass nearer than the edge, ties at it."""
-    begin(PDL)
-    block = tl.program_id(0)
-    row = tl.program_id(1)
-    state = state_ptr + row * STATE
-    if tl.load(state + MODE) == 0.0:
-        return
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    maximum = tl.load(state + MAXIMUM).to(tl.float32)
-    edge = tl.load(state + EDGE).to(tl.float32)
-    least = round_up(tl.load(doubles_ptr + slot * (WORDS // 2) + MIN_P))
-    scale = reciprocal(tl.load(floats_ptr + slot * WORDS + TEMPERATURE))
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    scores = load_scores(
-        logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
-    )
-    y = distances(maximum, scores, scale)
-    weights = tl.exp(-y)
-    weights = tl.where(weights >= least, weights, 0.0)
-    partials = partials_ptr + row * (5 * BLOCKS_POW2)
-    tl.store(partials + block, tl.sum(tl.where(y < edge, weights, 0.0), 0))
-    num_ties = tl.sum(((y == edge) & (weights > 0)).to(tl.int32), 0)
-    tl.store(partials + BLOCKS_POW2 + block, num_ties.to(tl.float32))
-    if is_last(counters_ptr + row, NUM_BLOCKS):
-        blocks = tl.arange(0, BLOCKS_POW2)
-        is_block = blocks < NUM_BLOCKS
-        masses = tl.load(partials + blocks, mask=is_block, other=0.0, cache_modifier=".cg")
-        ties = tl.load(
-            partials + BLOCKS_POW2 + blocks, mask=is_block, other=0.0, cache_modifier=".cg"
-        ).to(tl.int32)
-        wanted = tl.load(state + TIES).to(tl.int32)
-        left = tl.maximum(wanted - (tl.cumsum(ties, 0) - ties), 0)
-        kept = tl.minimum(left, ties)
-        edge_weight = tl.exp(-edge)
-        masses = masses.to(tl.float64) + kept.to(tl.float64) * edge_weight.to(tl.float64)
-        target = uniform(longs_ptr, ints_ptr, slot) * tl.sum(masses, 0)
-        at, before = pick_block(masses, blocks, target)
-        left_here = tl.sum(tl.where(blocks == at, left, 0), 0)
-        ids = at * BLOCK + tl.arange(0, BLOCK)
-        scores = load_scores(
-            logits_ptr, row_stride, adjusted_ptr, is_adjusted_ptr, row, ids, vocab, ADJUSTED
-        )
-        y = distances(maximum, scores, scale)
-        weights = tl.exp(-y)
-        weights = tl.where((weights >= least) & (y <= edge), weights, 0.0)
-        if left_here < tl.sum(tl.where(blocks == at, ties, 0), 0):
-            is_tie = (y == edge) & (weights > 0)
-            is_cut = is_tie & (tl.cumsum(is_tie.to(tl.int32), 0) > left_here)
-            weights = tl.where(is_cut, 0.0, weights)
-        otherwise = tl.load(state + GREEDY_ID).to(tl.int32)
-        tl.store(ids_ptr + row, draw_inside(weights, ids, target - before, otherwise))
