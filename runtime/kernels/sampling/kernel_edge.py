@@ -1,4 +1,4 @@
-"""The edge of what top_k and top_p keep: how far the last token is, how many of its equals are kept.
+"""The edge of what top_k and top_p keep: how far the last token is, how many equals are kept.
 
 The few tokens that rounds have left are collected, and one program finds the edge among them: by
 comparing every one with every other, or by bisection on the bits of their distances (which order as
