@@ -1,21 +1,25 @@
-"""Compile every case of one `cases_*` module and write a JSON line per case and target.
+"""Compile every case of some `cases_*` modules; a JSON line per case and target.
 
-    python compile_worker.py cases_w4a16     (tests/kernels and the repository on PYTHONPATH)
+    python compile_worker.py OUT 2 cases_w4a16 cases_norm     (tests/kernels and the repository on
+                                                              PYTHONPATH; 2 at a time)
 
-Runs in its own process, because a process that chose Triton's interpreter cannot compile. Needs no
-GPU: triton brings ptxas, and LLVM for AMD.
+Runs in its own process, because a process that chose Triton's interpreter cannot compile. Each
+module is compiled in a fork of it, which writes OUT/MODULE.jsonl: imports are paid for once, and a
+compiler that crashes takes one module with it. Needs no GPU: triton brings ptxas, and LLVM for AMD.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +87,45 @@ def spilled(cubin: bytes) -> int:
     return sum(int(stack) + int(local) for stack, local in found)
 
 
+def compile_module(module: str, out: Path) -> None:
+    """Every case of a module, a line each as soon as it is done."""
+    with (out / f"{module}.jsonl").open("w", encoding="utf-8") as file:
+        for case in importlib.import_module(module).COMPILE_CASES:
+            for target in case.targets:
+                began = time.perf_counter()
+                result = {"name": case.name, "target": target, **compile_case(case, target)}
+                result["seconds"] = round(time.perf_counter() - began, 2)
+                file.write(json.dumps(result) + "\n")
+                file.flush()
+
+
+def fork_module(module: str, out: Path) -> int:
+    """The id of a process that compiles `module` and ends with code 1 if that raises."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        compile_module(module, out)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def main() -> None:
-    for case in importlib.import_module(sys.argv[1]).COMPILE_CASES:
-        for target in case.targets:
-            began = time.perf_counter()
-            result = {"name": case.name, "target": target, **compile_case(case, target)}
-            result["seconds"] = round(time.perf_counter() - began, 2)
-            sys.stdout.write(json.dumps(result) + "\n")
-            sys.stdout.flush()
+    out, limit, modules = Path(sys.argv[1]), int(sys.argv[2]), deque(sys.argv[3:])
+    running: dict[int, str] = {}
+    while modules or running:
+        while modules and len(running) < limit:
+            module = modules.popleft()
+            running[fork_module(module, out)] = module
+        pid, status = os.wait()
+        module = running.pop(pid)
+        if status:
+            sys.stderr.write(f"{module}: its process ended with status {status}\n")
 
 
 if __name__ == "__main__":

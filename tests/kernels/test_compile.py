@@ -1,6 +1,6 @@
 """Every kernel compiles for every card it is meant for, and does not spill on the reference card.
 
-No GPU: one subprocess per op (`compile_worker.py`) compiles all of its `COMPILE_CASES`.
+No GPU: a subprocess (`compile_worker.py`) compiles the `COMPILE_CASES` of every op.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from compile_case import ALL_TARGETS, CompileCase
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
 KERNELS = REPO / "runtime" / "kernels"
-# With xdist each worker compiles beside the others.
-PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else max(1, (os.cpu_count() or 1) // 2)
+# With xdist other tests run beside this one.
+PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else len(os.sched_getaffinity(0))
 
 # Shared memory that one program may have, in bytes (CUDA C++ Programming Guide, table of compute
 # capabilities; CDNA3: 64 KiB). What is over it compiles and cannot be launched.
@@ -35,32 +35,37 @@ CASES: list[tuple[str, CompileCase]] = [
 Results = Mapping[tuple[str, str], dict[str, Any]]
 
 
-def compile_module(module: str, folder: Path = HERE) -> Results:
-    """(case, target) -> what came of it. A worker that dies tells why and leaves the rest out."""
+def compile_modules(modules: Sequence[str], out: Path, folder: Path = HERE) -> dict[str, Results]:
+    """By module: (case, target) -> what came of it. What a crash has left out is not there."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (folder, HERE, REPO)))
     environment["TRITON_CACHE_DIR"] = str(REPO / ".cache" / "triton-compile")
-    command = [sys.executable, str(HERE / "compile_worker.py"), module]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    results = {(row["name"], row["target"]): row for row in rows}
-    if done.returncode:
-        results["worker", ""] = {"error": done.stderr[-4000:]}
-    return results
+    command = [sys.executable, str(HERE / "compile_worker.py"), str(out), str(PROCESSES), *modules]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Results] = {}
+    for module in modules:
+        file = out / f"{module}.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        found[module] = {(row["name"], row["target"]): row for row in rows}
+    sys.stderr.write(done.stderr)
+    return found
 
 
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[Results]]]:
-    """Results by module, made in the background for the modules whose tests were picked."""
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Results]:
+    """Results of the modules whose tests were picked, the ones with most cases first."""
     pytest.importorskip("triton")
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    picked = dict.fromkeys(
+    picked = Counter(
         item.callspec.params["module"]
         for item in items
-        if item.path == request.path and "case" in getattr(item, "fixturenames", ())
+        if item.path == request.path and "compiled" in item.fixturenames
     )
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        yield {module: pool.submit(compile_module, module) for module in picked}
+    modules = [module for module, _ in picked.most_common()]
+    return compile_modules(modules, tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.mark.parametrize(
@@ -68,11 +73,10 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[Res
     CASES,
     ids=[f"{module.removeprefix('cases_')}-{case.name}" for module, case in CASES],
 )
-def test_compiles(module: str, case: CompileCase, compiled: Mapping[str, Future[Results]]) -> None:
-    results = compiled[module].result()
+def test_compiles(module: str, case: CompileCase, compiled: dict[str, Results]) -> None:
     for target in case.targets:
-        result = results.get((case.name, target), results.get(("worker", "")))
-        assert result is not None, f"{target}: {module} has this name twice, or the worker stopped"
+        result = compiled[module].get((case.name, target))
+        assert result is not None, f"{target}: the compiler crashed in this case or before it"
         assert result["error"] is None, f"{target}: {result['error']}"
         assert not result["missing"], f"{target}: the assembly lacks {result['missing']}"
         assert result["shared_bytes"] <= SHARED_BYTES[target], f"{target}: too much shared memory"
@@ -157,9 +161,26 @@ def test_the_worker_sees_what_is_wrong(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     (tmp_path / "broken_kernel.py").write_text(BROKEN)
     (tmp_path / "broken_cases.py").write_text(BROKEN_CASES)
-    results = compile_module("broken_cases", tmp_path)
+    results = compile_modules(["broken_cases"], tmp_path, tmp_path)["broken_cases"]
     assert [results["good", target]["error"] for target in ALL_TARGETS] == [None] * 4
     assert results["good", "sm90"]["missing"] == ["no such text"]
     assert results["good", "sm90"]["spill_bytes"] == 0
     assert results["spills", "sm90"]["spill_bytes"] > 0
     assert "arange" in results["wrong", "sm90"]["error"]
+
+
+def test_a_crash_takes_one_module_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    (tmp_path / "broken_kernel.py").write_text(BROKEN)
+    (tmp_path / "crashing_cases.py").write_text("import os\nos.abort()\n")
+    one = BROKEN_CASES.replace("COMPILE_CASES = [", "COMPILE_CASES = []\nREST = [")
+    (tmp_path / "no_cases.py").write_text(one)
+    (tmp_path / "good_cases.py").write_text(one + "COMPILE_CASES = REST[:1]\n")
+    modules = ["crashing_cases", "no_cases", "good_cases"]
+    found = compile_modules(modules, tmp_path, tmp_path)
+    assert {name: len(results) for name, results in found.items()} == {
+        "crashing_cases": 0, "no_cases": 0, "good_cases": 4,
+    }  # fmt: skip
+    assert "crashing_cases: its process ended" in capsys.readouterr().err
