@@ -118,10 +118,8 @@ def counts(row: Mapping[str, Any], bar: Bar) -> bool:
 
 def figures(rows: Iterable[dict[str, Any]]) -> list[tuple[Bar, dict[str, Any] | None]]:
     """Each bar with the newest row that counts for it, or None."""
-    latest = sorted(newest(rows), key=lambda row: row["date"])
-    return [
-        (bar, next((row for row in reversed(latest) if counts(row, bar)), None)) for bar in BARS
-    ]
+    latest = list(reversed(newest(rows)))
+    return [(bar, next((row for row in latest if counts(row, bar)), None)) for bar in BARS]
 
 
 def render(rows: Iterable[dict[str, Any]]) -> str:

@@ -114,11 +114,10 @@ def key(found: Mapping[str, Any]) -> str:
 
 
 def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The row of each key with the latest time (of equal times the later line)."""
-    latest: dict[str, dict[str, Any]] = {}
-    for found in sorted(rows, key=lambda r: datetime.fromisoformat(r["date"])):
-        latest[key(found)] = found
-    return list(latest.values())
+    """The row of each key with the latest time (of equal times the later line), by that time."""
+    ordered = sorted(rows, key=lambda found: datetime.fromisoformat(found["date"]))
+    latest = {key(found): found for found in ordered}
+    return [found for found in ordered if latest[key(found)] is found]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
