@@ -101,6 +101,7 @@ def engine_spec(args: argparse.Namespace, scheme: str, kv: str, deadline: float 
         tokens=args.tokens,
         prefill=args.prefill if is_plain and "prefill" in args.parts else None,
         repeats=args.repeats,
+        repeat_below=args.repeat_below,
         profile_batches=args.profile_batches if has_profile else (),
         profile_steps=args.profile_steps,
         deadline=deadline,
@@ -262,7 +263,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="lengths of decodes (default: 1024/256)")  # fmt: skip
     parser.add_argument("--prefill", type=_pair, default=(16, 2048), metavar="N/LEN",
                         help="prompts and their length (default: 16/2048)")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=3, help="of decodes below 64, and prompts")
+    parser.add_argument("--repeats", type=int, default=3, help="of prompts and small decodes")
+    parser.add_argument("--repeat-below", type=int, default=64, metavar="BATCH",
+                        help="decodes of so many run once (default: 64)")  # fmt: skip
     parser.add_argument("--starts", type=int, default=1, help="cold and warm starts (default: 1)")
     parser.add_argument("--profile-batches", type=_numbers, default=(1,),
                         help="batches to look at with the profiler (default: 1)")  # fmt: skip

@@ -33,6 +33,7 @@ class Spec:
     tokens: tuple[int, int] = (1024, 256)
     prefill: tuple[int, int] | None = (16, 2048)
     repeats: int = 3
+    repeat_below: int = 64
     profile_batches: tuple[int, ...] = (1,)
     profile_steps: int = 48
     deadline: float | None = None
@@ -85,6 +86,7 @@ def main() -> None:
         output_len=spec.tokens[1],
         prefill=spec.prefill,
         repeats=spec.repeats,
+        repeat_below=spec.repeat_below,
         profile_batches=spec.profile_batches,
         profile_steps=spec.profile_steps,
         deadline=spec.deadline,
