@@ -38,7 +38,8 @@ class EngineConfig:
         num_gpu_blocks_override: KV pool size in blocks, for tests and experiments.
         enable_prefix_caching: share full blocks between equal prefixes.
         deterministic: a row's bits do not depend on the rows beside it; refused where no kernel
-            promises that.
+            promises that. (A sequence preempted for want of KV is recomputed as a prompt, whose
+            last bits may differ from those of decodes: give the pool room.)
         enforce_eager: capture no CUDA graphs (slower; for finding faults).
         verify: "full" hashes every byte of the artifact at load, "fast" sizes and headers only.
         probe: re-check the artifact's probe at load.
