@@ -66,6 +66,11 @@ class DecodeGraphs:
     def num_captured(self) -> int:
         return len(self._captured)
 
+    @property
+    def kinds(self) -> list[Any]:
+        """The kinds that steps had so far."""
+        return list(dict.fromkeys(kind for _, kind in self._captured))
+
     def size_for(self, num_rows: int) -> int:
         return self.sizes[bisect_left(self.sizes, num_rows)]
 

@@ -23,8 +23,7 @@ from runtime.engine.model_runner import DecoderLike
 from runtime.engine.step_cost import StepCost, measure
 from runtime.engine.step_plan import GREEDY, RANDOM_DRAW, Kind, RunnerLimits
 
-# Kernels of filters take seconds to compile: they wait for a request that filters. So do graphs of
-# any other way of drawing than this one, so that making ready takes no longer than it must.
+# Kernels of filters take seconds to compile: they wait for a request that filters.
 FIRST = (GREEDY, RANDOM_DRAW)
 # Lengths that are not multiples of 16 as well as such: kernels are compiled apart for the two.
 FIRST_PROMPTS = (1, 16, 23, 64, 100, 256, 300, 1024, 1500)
@@ -96,13 +95,19 @@ class Readiness:
         Takes tens of milliseconds, some tenths of a second for the last piece, which measures; and
         seconds for a kernel that this machine has never compiled.
         """
-        missing = self._graphs.missing(GREEDY) if self._graphs is not None else []
-        if missing:
-            self._steps.compile_steps([(missing[0], GREEDY)], [])
-            self._steps.run_padding(missing[0], GREEDY)
+        if self._graphs is not None and self._captured_one(self._graphs):
             return True
         if self.step_cost is None and self._device.type == "cuda":
             self.step_cost = self._measured_cost()
+        return False
+
+    def _captured_one(self, graphs: DecodeGraphs) -> bool:
+        """Capture a missing size: of greedy drawing, then of whatever else requests have used."""
+        for kind in dict.fromkeys([GREEDY, *graphs.kinds]):
+            for size in graphs.missing(kind):
+                self._steps.compile_steps([(size, kind)], [])
+                self._steps.run_padding(size, kind)
+                return True
         return False
 
     def _rare_memory(self) -> list[Tensor]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from runtime.engine.graphs import DecodeGraphs, graph_sizes
 from runtime.engine.memory import pool_facts
 from runtime.engine.readiness import Readiness
-from runtime.engine.step_plan import GREEDY, Kind, RunnerLimits
+from runtime.engine.step_plan import FILTERED_DRAW, GREEDY, Kind, RunnerLimits
 
 GB = 10**9
 
@@ -128,4 +128,8 @@ def test_sizes_are_captured_when_needed_largest_first_when_idle(
     while ready.proceed():
         pass
     assert graphs.num_captured == 3
+    graphs.run(1, FILTERED_DRAW)
+    while ready.proceed():
+        pass
+    assert graphs.num_captured == 6, "what was used once is captured in every size"
     assert [size for size, kind in steps.decodes if kind == GREEDY] == [4, 12, 1]
