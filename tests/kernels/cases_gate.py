@@ -35,6 +35,6 @@ def gated(name: str, out: str, act: str, block: int, num_warps: int) -> CompileC
 COMPILE_CASES = [
     gated("silu", "*bf16", "silu", 1024, 4),
     gated("gelu", "*bf16", "gelu", 1024, 4),
-    gated("gelu-tanh-int8", "*i8", "gelu_tanh", 16384, 16),
-    gated("silu-fp8", "*fp8e4nv", "silu", 32768, 16),
+    gated("gelu-tanh-int8", "*i8", "gelu_tanh", 16384, 32),
+    gated("silu-fp8", "*fp8e4nv", "silu", 32768, 32),
 ]

@@ -46,7 +46,7 @@ def norm(name: str, out: str, *, has_residual: bool, block: int, num_warps: int)
 
 
 COMPILE_CASES = [
-    norm("plain", "*bf16", has_residual=False, block=4096, num_warps=8),
-    norm("add-int8", "*i8", has_residual=True, block=8192, num_warps=16),
-    norm("add-fp8", "*fp8e4nv", has_residual=True, block=4096, num_warps=8),
+    norm("plain", "*bf16", has_residual=False, block=4096, num_warps=16),
+    norm("add-int8", "*i8", has_residual=True, block=8192, num_warps=32),
+    norm("add-fp8", "*fp8e4nv", has_residual=True, block=4096, num_warps=16),
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from importlib import resources
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from runtime.kernels.backend import INTERPRETER, KernelTarget
 from runtime.kernels.dense import dense_linear
-from runtime.kernels.dense.choose import reserve, scratch_size, small_tile
+from runtime.kernels.dense.choose import measured_tile, reserve, scratch_size, small_tile
 from runtime.kernels.dense.product import Product, Tile
 from runtime.kernels.dense.reference import product_reference
 from runtime.kernels.workspace import KernelOptions, Workspace
@@ -108,6 +110,21 @@ def test_reserved_scratch_is_enough_for_every_number_of_rows(shape: tuple[int, i
         num_floats, num_tiles = scratch_size(choose((num_rows, *shape)), (num_rows, *shape))
         workspace.partials(num_floats)
         workspace.counters(num_tiles)
+
+
+@pytest.mark.parametrize("op", ["dense", "w8a16", "w8a8_fp8", "w8a8_int8"])
+def test_measured_tiles_can_be_launched(op: str) -> None:
+    """What the tables say is a tile: known names, powers of two, blocks a tensor core takes."""
+    file = resources.files("runtime.kernels").joinpath("tiles", "h200.json")
+    for problem, by_rows in json.loads(file.read_text())[op].items():
+        for num_rows, constants in by_rows.items():
+            tile = Tile(**constants)
+            sizes = (tile.block_n, tile.block_m, tile.block_k, tile.num_warps)
+            assert all(size & (size - 1) == 0 for size in sizes), (problem, num_rows)
+            assert tile.kernel != "gemv" or num_rows == "1"
+            shape = (int(num_rows), *map(int, problem.partition(" ")[0].split("x")))
+            detail = problem[len(problem.partition(" ")[0]) :]
+            assert measured_tile(op, shape, H200, detail=detail) == tile
 
 
 def test_no_rows() -> None:

@@ -83,9 +83,9 @@ def quantize_kernel(
     tl.store(scale_ptr + row, scale)
 
 
-def row_warps(block: int) -> int:
-    """Warps for a program that holds `block` values: 16 a thread, at most 16 warps."""
-    return max(1, min(16, block // 512))
+def row_warps(block: int, per_thread: int = 8) -> int:
+    """Warps for a program that holds `block` values, `per_thread` of them in a thread if it can."""
+    return max(1, min(32, block // (32 * per_thread)))
 
 
 def launch_quantize(x_TK: Tensor, codes_TK: Tensor, scale_T: Tensor, target: KernelTarget) -> None:
@@ -103,7 +103,7 @@ def launch_quantize(x_TK: Tensor, codes_TK: Tensor, scale_T: Tensor, target: Ker
         IS_FLOAT=codes_TK.dtype != torch.int8,
         USE_FMA=target.has_ptx,
         PDL=target.has_pdl,
-        num_warps=row_warps(block),
+        num_warps=row_warps(block, per_thread=16),
         **launch_options(target),
     )
 

@@ -26,6 +26,9 @@ def choose_tile(
     if num_rows > MANY_ROWS:
         return Tile(kernel="torch")
     if num_rows == 1 and num_channels < WIDE:
-        return gemv_tile(width, 1)
-    tile = small_tile(num_rows, num_channels, width, 1, target)
-    return replace(tile, block_k=128, block_n=128 if num_channels >= WIDE else tile.block_n)
+        return replace(gemv_tile(width, 1), block_n=8)
+    tile = small_tile(num_rows, num_channels, width, 2, target)
+    block_n = 128 if num_channels >= WIDE else tile.block_n
+    return replace(
+        tile, block_k=128, block_n=block_n, num_warps=8 if block_n * tile.block_m >= 8192 else 4
+    )

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from quant.artifact.layout import FP8
 from runtime.kernels.backend import KernelTarget
 from runtime.kernels.dense.launch import launch as launch_product
 from runtime.kernels.dense.product import Product, Tile
@@ -15,7 +16,8 @@ from runtime.kernels.w8a8.kernel import gemv_words
 
 def launch(product: Product, tile: Tile, target: KernelTarget) -> Tensor:
     """The product [M, N]; one row has a kernel of its own, but for e4m3 without inline PTX."""
-    is_float = product.w_NK.dtype != torch.int8
+    is_float = product.w_NK.dtype == FP8
+    assert is_float or product.w_NK.dtype == torch.int8
     if tile.kernel == "gemv" and (target.has_ptx or not is_float):
         return launch_gemv_words(product, tile, target)
     return launch_product(product, tile, target)
@@ -36,7 +38,7 @@ def launch_gemv_words(product: Product, tile: Tile, target: KernelTarget) -> Ten
         width,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k // 4,
-        IS_FLOAT=product.w_NK.dtype != torch.int8,
+        IS_FLOAT=product.w_NK.dtype == FP8,
         USE_PTX=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
