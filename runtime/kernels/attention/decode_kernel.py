@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 
 from runtime.kernels.attention.kernel_parts import (
-    LOG2_E,
     attend_pairs_by_warp,
     attend_tile_by_warp,
     block_ids,
     join_warps,
+    outer_scales,
     start_after_previous_kernel,
 )
 
@@ -197,6 +197,82 @@ def _merge(
     tl.store(out_ptr + at_GD, out_GD.to(out_ptr.dtype.element_ty), mask=(g < GROUP)[:, None])
 
 
+@triton.jit
+def _segment_of_share(p, unit, stop, start, tiles, per_program):
+    """Program p's segment at `unit` of a sequence whose units begin at `start`.
+
+    (head, first tile, tiles, segments of this head, this one's slot, and where the head's slots
+    are: see `_merge`). A program has two slots: for its first segment and for a later one, which
+    can only be its last.
+    """
+    head = (unit - start) // tl.maximum(tiles, 1)
+    head_unit = start + head * tiles
+    tile = unit - head_unit
+    num_tiles = tl.minimum(tiles - tile, stop - unit)
+    first_program = head_unit // per_program
+    num_segments = (head_unit + tiles - 1) // per_program - first_program + 1
+    slot = 2 * p + (unit != p * per_program).to(tl.int32)
+    skip = (first_program * per_program < head_unit).to(tl.int32)
+    return head, tile, num_tiles, num_segments, slot, 2 * first_program, skip
+
+
+@triton.jit
+def _segment_of_split(
+    p, tiles, KV_HEADS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr
+):
+    """`_segment_of_share` where program p is one of SPLITS of a head, whatever the batch."""
+    per_split = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_TILES)
+    tile = p % SPLITS * per_split
+    num_tiles = tl.maximum(tl.minimum(per_split, tiles - tile), 0)
+    num_segments = tl.cdiv(tiles, per_split)
+    return p // SPLITS % KV_HEADS, tile, num_tiles, num_segments, p, p - p % SPLITS, 0
+
+
+@triton.jit
+def _deliver(
+    m_M,
+    l_M,
+    acc_DM,
+    out_ptr,
+    partials_ptr,
+    sums_ptr,
+    counter_ptr,
+    slot,
+    first_slot,
+    skip,
+    num_segments,
+    v_scale,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """Write a whole head's result, or this segment's, which the last segment to come merges."""
+    rows_M = tl.arange(0, ROWS)
+    at_DM = rows_M[None, :] * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None]
+    is_row_M = rows_M < GROUP
+    if num_segments == 1:
+        out_DM = (acc_DM * (v_scale / l_M)[None, :]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at_DM, out_DM, mask=is_row_M[None, :])
+    else:
+        row_M = slot.to(tl.int64) * GROUP + rows_M
+        acc_ptr = partials_ptr + slot.to(tl.int64) * (GROUP * HEAD_DIM)
+        tl.store(acc_ptr + at_DM, acc_DM, mask=is_row_M[None, :])
+        tl.store(sums_ptr + 2 * row_M, m_M, mask=is_row_M)
+        tl.store(sums_ptr + 2 * row_M + 1, l_M, mask=is_row_M)
+        # All threads' stores come before the one thread's release.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+        if arrived == num_segments - 1:
+            tl.store(counter_ptr, 0)
+            _merge(
+                partials_ptr, sums_ptr, out_ptr, first_slot, skip, num_segments, v_scale,
+                STEP, GROUP, GROUP_ROWS, HEAD_DIM, MERGE,
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "window"])
 def decode_kernel(
     q_ptr,
@@ -261,64 +337,29 @@ def decode_kernel(
         low_tile = low // TILE
         tiles = tl.cdiv(seq_len, TILE) - low_tile
         if SPLITS:
-            head = p // SPLITS % KV_HEADS
-            per_split = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_TILES)
-            tile = p % SPLITS * per_split
-            num_tiles = tl.maximum(tl.minimum(per_split, tiles - tile), 0)
-            num_segments = tl.cdiv(tiles, per_split)
-            slot, first_slot, skip = p, p - p % SPLITS, 0
+            head, tile, num_tiles, num_segments, slot, first_slot, skip = _segment_of_split(
+                p, tiles, KV_HEADS, SPLITS, MIN_TILES
+            )
             next_unit = stop
         else:
-            head = (unit - start) // tl.maximum(tiles, 1)
-            head_unit = start + head * tiles
-            tile = unit - head_unit
-            num_tiles = tl.minimum(tiles - tile, stop - unit)
-            first_program = head_unit // per_program
-            num_segments = (head_unit + tiles - 1) // per_program - first_program + 1
-            slot = 2 * p + (unit != p * per_program).to(tl.int32)
-            first_slot = 2 * first_program
-            skip = (first_program * per_program < head_unit).to(tl.int32)
+            head, tile, num_tiles, num_segments, slot, first_slot, skip = _segment_of_share(
+                p, unit, stop, start, tiles, per_program
+            )
             next_unit = unit + num_tiles
         if num_tiles > 0:
-            k_scale = scale * LOG2_E
-            v_scale = 1.0
-            if KV == "fp8" or KV == "fp8_bits":
-                k_scale *= tl.load(head_scales_ptr + head)
-                v_scale = tl.load(head_scales_ptr + KV_HEADS + head)
-            if KV == "fp8_bits":
-                # What `split_pairs` leaves out.
-                k_scale *= 256.0
-                v_scale *= 256.0
+            qk_scale, v_scale = outer_scales(head_scales_ptr, head, scale, KV_HEADS, KV)
             m_M, l_M, acc_DM = _attend_segment(
                 q_ptr + s.to(tl.int64) * q_stride, pool_ptr, token_scales_ptr,
                 tables_ptr + s.to(tl.int64) * table_stride, head, low_tile + tile, num_tiles,
-                seq_len, low, k_scale, DTYPE, GROUP, ROWS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE,
+                seq_len, low, qk_scale, DTYPE, GROUP, ROWS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE,
                 KV, WINDOWED, WARPS, USE_PTX,
             )  # fmt: skip
-            rows_M = tl.arange(0, ROWS)
-            at_DM = rows_M[None, :] * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None]
-            is_row_M = rows_M < GROUP
-            head_out_ptr = out_ptr + (s.to(tl.int64) * KV_HEADS + head) * (GROUP * HEAD_DIM)
-            if num_segments == 1:
-                out_DM = acc_DM * (v_scale / l_M)[None, :]
-                out_DM = out_DM.to(out_ptr.dtype.element_ty)
-                tl.store(head_out_ptr + at_DM, out_DM, mask=is_row_M[None, :])
-            else:
-                row_M = slot.to(tl.int64) * GROUP + rows_M
-                acc_ptr = partials_ptr + slot.to(tl.int64) * (GROUP * HEAD_DIM)
-                tl.store(acc_ptr + at_DM, acc_DM, mask=is_row_M[None, :])
-                tl.store(sums_ptr + 2 * row_M, m_M, mask=is_row_M)
-                tl.store(sums_ptr + 2 * row_M + 1, l_M, mask=is_row_M)
-                # All threads' stores come before the one thread's release.
-                tl.debug_barrier()
-                counter_ptr = counters_ptr + s * KV_HEADS + head
-                arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-                if arrived == num_segments - 1:
-                    tl.store(counter_ptr, 0)
-                    _merge(
-                        partials_ptr, sums_ptr, head_out_ptr, first_slot, skip, num_segments,
-                        v_scale, 1 if SPLITS else 2, GROUP, GROUP_ROWS, HEAD_DIM, MERGE,
-                    )  # fmt: skip
+            row = s.to(tl.int64) * KV_HEADS + head
+            _deliver(
+                m_M, l_M, acc_DM, out_ptr + row * (GROUP * HEAD_DIM), partials_ptr, sums_ptr,
+                counters_ptr + row, slot, first_slot, skip, num_segments, v_scale,
+                1 if SPLITS else 2, GROUP, ROWS, GROUP_ROWS, HEAD_DIM, MERGE,
+            )  # fmt: skip
         unit = next_unit
         if (unit < stop) & (unit == start + tiles * KV_HEADS):
             s += 1

@@ -21,6 +21,21 @@ def start_after_previous_kernel(PDL: tl.constexpr):
 
 
 @triton.jit
+def outer_scales(head_scales_ptr, head, scale, KV_HEADS: tl.constexpr, KV: tl.constexpr):
+    """What scores are multiplied by to become powers of two, and what undoes the values' scale."""
+    qk_scale = scale * LOG2_E
+    v_scale = 1.0
+    if KV == "fp8" or KV == "fp8_bits":
+        qk_scale *= tl.load(head_scales_ptr + head)
+        v_scale = tl.load(head_scales_ptr + KV_HEADS + head)
+    if KV == "fp8_bits":
+        # What `widen` and `split_pairs` leave out.
+        qk_scale *= 256.0
+        v_scale *= 256.0
+    return qk_scale, v_scale
+
+
+@triton.jit
 def widen(codes, DTYPE: tl.constexpr, KV: tl.constexpr, USE_PTX: tl.constexpr):
     """Stored values in the type of the dot products; exact for every 8-bit code.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from runtime.kernels.attention.kernel_parts import LOG2_E, attend_tile, block_ids
+from runtime.kernels.attention.kernel_parts import attend_tile, block_ids, outer_scales
 
 
 @triton.jit
@@ -115,8 +115,8 @@ def prefill_kernel(
     seq_lens_ptr += first_span
     tables_ptr += first_span.to(tl.int64) * table_stride
     # Later tiles see more keys: starting them first leaves the short ones to even out the end.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile, head = program // KV_HEADS, program % KV_HEADS
     s, local = _span_of(tile, starts_ptr, num_spans, BLOCK_Q)
     start = tl.load(starts_ptr + s)
     num_queries = tl.load(starts_ptr + s + 1) - start
@@ -135,14 +135,7 @@ def prefill_kernel(
     q_row_M = (start + queries_M).to(tl.int64)
     q_at_MD = (q_row_M * q_stride + heads_M * HEAD_DIM)[:, None] + d[None, :]
     q_MD = tl.load(q_ptr + q_at_MD, mask=is_row_M[:, None], other=0.0).to(DTYPE)
-    qk_scale = scale * LOG2_E
-    v_scale = 1.0
-    if KV == "fp8" or KV == "fp8_bits":
-        qk_scale *= tl.load(head_scales_ptr + head)
-        v_scale = tl.load(head_scales_ptr + KV_HEADS + head)
-    if KV == "fp8_bits":
-        qk_scale *= 256.0
-        v_scale *= 256.0
+    qk_scale, v_scale = outer_scales(head_scales_ptr, head, scale, KV_HEADS, KV)
     table_ptr = tables_ptr + s.to(tl.int64) * table_stride
     m_M = tl.full([ROWS], float("-inf"), tl.float32)
     l_M = tl.zeros([ROWS], tl.float32)
