@@ -94,7 +94,7 @@ def decode(
 
 
 def prefill(name: str, *, kv: str = "plain", windowed: bool = False, **options: Any) -> CompileCase:
-    small = {"ROWS": 64, "TILE": 32}
+    small = {"ROWS": 64, "TILE": 32, "WHOLE_TILE": 32}
     other = FEWER_BITS if kv == "fp8" else OTHER_CARDS
     return CompileCase(
         name=f"prefill-{name}",
@@ -104,6 +104,7 @@ def prefill(name: str, *, kv: str = "plain", windowed: bool = False, **options: 
             **shared(kv, windowed, 4, 128),
             "ROWS": 128,
             "TILE": 64,
+            "WHOLE_TILE": 64,
             "UNIFORM": windowed,
         },
         overrides={

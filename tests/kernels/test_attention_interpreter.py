@@ -31,7 +31,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for the CPU")
 
 DECODE = DecodeTile(keys=16, num_warps=2, num_stages=2, programs_per_sm=2, min_tiles=1, merge=2)
-PREFILL = PrefillTile(rows=16, keys=16, num_warps=4, num_stages=2)
+PREFILL = PrefillTile(rows=16, keys=16, whole_keys=32, num_warps=4, num_stages=2)
 SCALE = 0.3
 
 

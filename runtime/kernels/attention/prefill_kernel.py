@@ -99,6 +99,7 @@ def prefill_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    WHOLE_TILE: tl.constexpr,
     KV: tl.constexpr,
     WINDOWED: tl.constexpr,
     UNIFORM: tl.constexpr,
@@ -107,8 +108,9 @@ def prefill_kernel(
     """out [T, H * D]: the rows of `num_spans` spans from `first_span` on.
 
     starts [S + 1]: first row of every span of the step, and the end of the last.
-    UNIFORM: every tile takes the masked path, so that which path a tile takes cannot show in a
-    row's bits (deterministic mode).
+    Keys that every row sees come in tiles of WHOLE_TILE, those near the diagonal in tiles of TILE.
+    UNIFORM: all take the masked path in tiles of TILE, so that which path a key takes cannot show
+    in a row's bits (deterministic mode).
     """
     BLOCK_Q: tl.constexpr = ROWS // GROUP
     starts_ptr += first_span
@@ -144,14 +146,13 @@ def prefill_kernel(
     if WINDOWED:
         low_tile = tl.maximum(first_position + 1 - window, 0) // TILE
     if not WINDOWED and not UNIFORM:
-        # Every row sees these tiles whole.
-        full_tiles = (first_position + 1) // TILE
+        num_whole = (first_position + 1) // WHOLE_TILE
         m_M, l_M, acc_MD = _attend_range(
             q_MD, m_M, l_M, acc_MD, positions_M, pool_ptr, token_scales_ptr, table_ptr, head,
-            low_tile, full_tiles, seq_len, window, qk_scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE,
-            KV, False, WINDOWED, USE_PTX,
+            low_tile, num_whole, seq_len, window, qk_scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+            WHOLE_TILE, KV, False, WINDOWED, USE_PTX,
         )  # fmt: skip
-        low_tile = full_tiles
+        low_tile = num_whole * (WHOLE_TILE // TILE)
     m_M, l_M, acc_MD = _attend_range(
         q_MD, m_M, l_M, acc_MD, positions_M, pool_ptr, token_scales_ptr, table_ptr, head,
         low_tile, tl.cdiv(end, TILE), seq_len, window, qk_scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE,

@@ -37,10 +37,14 @@ class DecodeTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTile:
-    """Rows (queries x heads of a group) and keys of a tile, and how programs are built."""
+    """Rows (queries x heads of a group) and keys of a tile, and how programs are built.
+
+    whole_keys: keys of a tile that all rows see, a multiple of `keys`.
+    """
 
     rows: int
     keys: int
+    whole_keys: int
     num_warps: int
     num_stages: int
 
@@ -118,10 +122,10 @@ def _programs(num_decodes: int, is_narrow: bool) -> int:
 def prefill_tile(batch: PagedBatch, target: KernelTarget) -> PrefillTile:
     """A tile for wgmma on Hopper; smaller ones where shared memory is."""
     if target.arch < 90:
-        return PrefillTile(rows=64, keys=32, num_warps=4, num_stages=2)
+        return PrefillTile(rows=64, keys=32, whole_keys=32, num_warps=4, num_stages=2)
     if batch.head_dim > 128:
-        return PrefillTile(rows=128, keys=64, num_warps=8, num_stages=2)
-    return PrefillTile(rows=128, keys=64, num_warps=8, num_stages=3)
+        return PrefillTile(rows=128, keys=64, whole_keys=64, num_warps=8, num_stages=2)
+    return PrefillTile(rows=128, keys=64, whole_keys=64, num_warps=8, num_stages=3)
 
 
 def _with_shares(plan: TritonPlan) -> TritonPlan:
@@ -289,6 +293,7 @@ def _prefill(
         **constants,
         ROWS=tile.rows,
         TILE=tile.keys,
+        WHOLE_TILE=tile.whole_keys,
         UNIFORM=batch.deterministic,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
