@@ -218,6 +218,31 @@ def test_a_row_alone_gives_the_bits_it_gives_among_others() -> None:
         assert_same(draw(part), expected, every)
 
 
+@pytest.mark.parametrize("fields", [*ROWS, {"biased": True}], ids=str)
+def test_the_least_features_draw_what_all_draw(fields: dict[str, Any]) -> None:
+    """Each set of features compiles kernels of its own."""
+    vocab, is_biased = 128256, "biased" in fields
+    one = {name: value for name, value in fields.items() if name != "biased"}
+    tensors = tensors_of([one] * 5, vocab, biased=is_biased)
+    assert tensors.history is not None
+    counts_NV = tensors.history.counts_NV
+    least = SamplingFeatures(
+        any_random="temperature" in one,
+        any_filtered=bool({"top_k", "top_p", "min_p"} & one.keys()),
+        any_penalty=any(name.endswith("penalty") for name in one),
+        any_biased=is_biased,
+        num_logprobs=one.get("num_logprobs"),
+    )
+    logits = logits_of("peaked", 5, vocab, torch.bfloat16)
+    slots = torch.arange(5, dtype=torch.int32, device="cuda")
+    ids = []
+    for features in (least, EVERYTHING):
+        twin = with_counts(tensors, counts_NV.clone())
+        drawn = sample_rows(logits, twin, slots, features=features, workspace=Workspace("cuda"))
+        ids.append(drawn.ids_R)
+    assert torch.equal(*ids)
+
+
 def test_a_captured_call_follows_its_inputs() -> None:
     num_rows, vocab = 16, 128256
     tensors = tensors_of(ROWS, vocab)

@@ -36,6 +36,27 @@ DRAW = {
 }
 
 
+ADJUST = {
+    **SCORES,
+    **SEARCHED,
+    "bias_ids_ptr": "*i32",
+    "bias_values_ptr": "*fp32",
+    "masked_ids_ptr": "*i32",
+    "counts_ptr": "*i16",
+    "prompt_mask_ptr": "*i32",
+    "vocab": "i32",
+    "num_words": "i32",
+}
+LISTS = {
+    "BLOCK": 2048,
+    "NUM_BIASED": 300,
+    "NUM_MASKED": 8,
+    "LIST": 64,
+    "PENALIZED": True,
+    "BIASED": True,
+    "PDL": True,
+}
+NO_HISTORY = {"PENALIZED": False, "counts_ptr": None, "prompt_mask_ptr": None}
 REPORTED = {
     "logits_ptr": "*bf16",
     "row_stride": "i32",
@@ -73,27 +94,18 @@ COMPILE_CASES = [
     CompileCase(
         name="adjust",
         kernel=f"{SAMPLING}.kernel_adjust:adjust_kernel",
-        signature={
-            **SCORES,
-            **SEARCHED,
-            "bias_ids_ptr": "*i32",
-            "bias_values_ptr": "*fp32",
-            "masked_ids_ptr": "*i32",
-            "counts_ptr": "*i16",
-            "prompt_mask_ptr": "*i32",
-            "vocab": "i32",
-            "num_words": "i32",
-        },
-        constexprs={
-            "BLOCK": 2048,
-            "NUM_BIASED": 300,
-            "NUM_MASKED": 8,
-            "LIST": 64,
-            "PENALIZED": True,
-            "BIASED": True,
-            "PDL": True,
-        },
+        signature=ADJUST,
+        constexprs=LISTS,
         overrides=NO_PDL,
+        aligned=("row_stride", "vocab"),
+    ),
+    CompileCase(
+        name="adjust-biased",
+        kernel=f"{SAMPLING}.kernel_adjust:adjust_kernel",
+        signature=without(ADJUST, NO_HISTORY),
+        constexprs={**LISTS, **NO_HISTORY},
+        overrides=NO_PDL,
+        targets=("sm90",),
         aligned=("row_stride", "vocab"),
     ),
     CompileCase(

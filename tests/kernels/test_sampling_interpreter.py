@@ -272,6 +272,24 @@ def test_a_row_depends_on_nothing_beside_it() -> None:
     assert all(0 <= token < 201 for token in [*together.ids_R.tolist(), *greedy.tolist()])
 
 
+def test_features_may_promise_more_than_a_row_uses_but_change_nothing() -> None:
+    logits = logits_of("peaked", 1, 90, 4)
+    cases = [
+        (row(temperature=0.0), SamplingFeatures()),
+        (row(seed=3), SamplingFeatures(any_random=True)),
+        (row(seed=3, logit_bias=((2, 9.0),)), SamplingFeatures(any_random=True, any_biased=True)),
+        (row(temperature=0.0, masked_ids=(1, 2)), SamplingFeatures(any_biased=True)),
+        (
+            row(temperature=0.0, frequency_penalty=2.0, output_counts={3: 4}),
+            SamplingFeatures(any_penalty=True),
+        ),
+    ]
+    for one, least in cases:
+        few = draw(logits, tensors_of([one], 90), least).ids_R
+        assert few.tolist() == sample(logits, [one]).tolist()
+        assert draw(logits, tensors_of([one], 90), EVERYTHING).ids_R.equal(few)
+
+
 def test_drawn_tokens_are_counted() -> None:
     logits = torch.zeros(4, 70)
     logits[:, 65] = 9.0

@@ -75,7 +75,8 @@ def adjust_kernel(
         ids = block * BLOCK + tl.arange(0, BLOCK)
         inside = ids < vocab
         scores = load_scores(logits_ptr, row_stride, None, None, row, ids, vocab, ADJUSTED=False)
-        if is_penalized:
+        if PENALIZED:
+            # Rows without penalties come out as they were.
             counts = tl.load(counts_ptr + slot * vocab + ids, mask=inside, other=0)
             if repetition != 1.0:
                 words = tl.load(
