@@ -78,9 +78,9 @@ TILES = [
     (3, Tile(kernel="warp", block_m=8, block_n=16, num_warps=2)),
     (9, Tile(kernel="warp", block_m=16, block_n=32, num_warps=4, split_k=2)),
     (5, Tile(kernel="tile", block_m=16, block_n=64, split_k=2, scaling="sums")),
-    (20, Tile(kernel="tile", block_m=16, block_n=64, scaling="centered")),
+    (20, Tile(kernel="tile", block_m=16, block_n=64, scaling="centered", join=4)),
     (55, Tile(kernel="tile", block_m=16, block_n=32, split_k=2, split_tail=True)),
-    (35, Tile(kernel="tile", block_m=32, block_n=32, split_k=3, scaling="weights")),
+    (35, Tile(kernel="tile", block_m=32, block_n=32, split_k=3, scaling="weights", join=2)),
 ]
 
 

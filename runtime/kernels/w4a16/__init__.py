@@ -15,6 +15,7 @@ from runtime.kernels.w4a16.pack import (
     unpack_w4a16,
 )
 from runtime.kernels.w4a16.reference import w4a16_linear_reference
+from runtime.kernels.w4a16.slices import gated_in_slices
 from runtime.kernels.w4a16.tile import Tile, choose
 
 __all__ = [
@@ -42,9 +43,12 @@ def w4a16_linear(x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None = None) 
 
 def w4a16_gate_up(x_TK: Tensor, weight: W4A16Weight, act: Activation) -> Tensor:
     """act(gate) * up of a gate | up weight [2 n, in]: [T, in] -> [T, n], in one kernel where the
-    tile allows it. The bits are those of `gate(w4a16_linear(x_TK, weight), act)`.
+    tile allows it, in slices of rows where the weight is dequantized first. The bits are those of
+    `gate(w4a16_linear(x_TK, weight), act)`.
     """
     tile = _tile(x_TK, weight)
+    if tile is not None and tile.kernel == "dense":
+        return gated_in_slices(x_TK.contiguous(), weight, act)
     if tile is None or not tile.can_gate(weight.shape[0]):
         return gate(w4a16_linear(x_TK, weight), act)
     return launch(x_TK.contiguous(), weight, None, tile, act)

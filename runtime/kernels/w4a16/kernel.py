@@ -60,6 +60,46 @@ def unpack_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr, USE_PTX: tl.co
 
 
 @triton.jit
+def unpack_run(
+    words,
+    offset,
+    scale,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    dtype: tl.constexpr,
+    SCALING: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):
+    """COUNT planes (1, 2 or 4) from FIRST on, side by side along the last dimension: weights of
+    COUNT * WIDTH consecutive inputs. Registers are renamed, nothing moves."""
+    if COUNT == 1:
+        run = unpack_plane(words, FIRST, dtype, USE_PTX)
+        if SCALING != "sums":
+            run -= offset
+        if SCALING == "weights":
+            run = scaled(run, scale)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        low = unpack_run(words, offset, scale, FIRST, HALF, dtype, SCALING, USE_PTX)
+        high = unpack_run(words, offset, scale, FIRST + HALF, HALF, dtype, SCALING, USE_PTX)
+        run = beside(low, high)
+    return run
+
+
+@triton.jit
+def beside(low, high):
+    """[..., W] and [..., W] as [..., 2 W]."""
+    both = tl.join(low, high)
+    if len(low.shape) == 2:
+        run = tl.reshape(tl.permute(both, 0, 2, 1), [low.shape[0], 2 * low.shape[1]])
+    else:
+        run = tl.reshape(
+            tl.permute(both, 0, 1, 3, 2), [low.shape[0], low.shape[1], 2 * low.shape[2]]
+        )
+    return run
+
+
+@triton.jit
 def scaled(w, scale):
     """w * scale in w's dtype, rounded once, as `dequantize` does."""
     if scale.dtype == w.dtype:
@@ -77,19 +117,6 @@ def prefetch_l2(pointer, num_bytes):
         "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",
         [pointer.to(tl.uint64), num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def touch(pointers):
-    """Ask what `pointers` point to into L1."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.uint64)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -231,6 +258,7 @@ def tile_kernel(
     BLOCK_K: tl.constexpr,
     GROUPS: tl.constexpr,
     SCALING: tl.constexpr,
+    JOIN: tl.constexpr,
     SPLIT_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -253,6 +281,7 @@ def tile_kernel(
     WIDTH: tl.constexpr = BLOCK_K // 4
     PER_BLOCK: tl.constexpr = GROUPS if GROUPS > 0 else 1
     PLANES: tl.constexpr = 4 // PER_BLOCK
+    RUN: tl.constexpr = min(JOIN, PLANES)
     tile = tl.program_id(0)
     split = 0
     kb_begin = 0
@@ -296,28 +325,24 @@ def tile_kernel(
             PREFETCH_KB,
             ACT,
         )
-    x = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
+    k_run = tl.arange(0, RUN * WIDTH)
+    x = x_ptr + m.to(tl.int64)[:, None] * K + k_run[None, :]
     m_ok = (m < M)[:, None]
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    ones = tl.full([BLOCK_N, WIDTH], 1.0, dtype)
+    ones = tl.full([BLOCK_N, RUN * WIDTH], 1.0, dtype)
     s = load_groups(scales, kb_begin, PER_BLOCK, GROUPS, row_ok)
     z = s if SYMMETRIC else load_groups(zeros, kb_begin, PER_BLOCK, GROUPS, row_ok)
     if PDL:
         gdc_wait()
     for kb in tl.range(kb_begin, kb_end, num_stages=STAGES):
-        if EVEN_N:
-            words = tl.load(codes + kb * (ROWS * WIDTH))
-        else:
-            words = tl.load(codes + kb * (ROWS * WIDTH), mask=row_ok[:, None], other=0)
-        # Loads that meet weights before the product must stand in this iteration, or the compiler
-        # unpacks in the layout of the load and carries whole weights through shared memory.
+        # What meets weights before the product must be loaded in this iteration, or the compiler
+        # unpacks in the layout of the load and carries whole weights through shared memory. It
+        # comes first: the last product of the iteration before still runs.
         ahead = tl.minimum(kb + 1, kb_end - 1)
         if GROUPS > 0 and SCALING == "weights":
             s = load_groups(scales, kb, PER_BLOCK, GROUPS, row_ok)
-            if USE_PTX and EVEN_N and PREFETCH_KB % 2 == 1:
-                touch(scales + tl.minimum(kb + 4, kb_end - 1) * (GROUPS * ROWS))
         next_s = s
         if GROUPS > 0 and SCALING != "weights":
             next_s = load_groups(scales, ahead, PER_BLOCK, GROUPS, row_ok)
@@ -326,6 +351,10 @@ def tile_kernel(
         next_z = z
         if GROUPS > 0 and SCALING == "sums" and not SYMMETRIC:
             next_z = load_groups(zeros, ahead, PER_BLOCK, GROUPS, row_ok)
+        if EVEN_N:
+            words = tl.load(codes + kb * (ROWS * WIDTH))
+        else:
+            words = tl.load(codes + kb * (ROWS * WIDTH), mask=row_ok[:, None], other=0)
         for g in tl.static_range(PER_BLOCK):
             offset = offset_of(z[g], SYMMETRIC, EXCESS)[:, None]
             if GROUPS > 0 and SCALING != "weights":
@@ -334,21 +363,26 @@ def tile_kernel(
                 part = acc
             if GROUPS > 0 and SCALING == "sums":
                 sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for p in tl.static_range(PLANES):
+            for p in tl.static_range(0, PLANES, RUN):
                 start = kb * BLOCK_K + (g * PLANES + p) * WIDTH
                 if EVEN_K:
-                    x_plane = tl.load(x + start, mask=m_ok, other=0.0).T
+                    x_run = tl.load(x + start, mask=m_ok, other=0.0).T
                 else:
-                    k_ok = (start + k < K)[None, :]
-                    x_plane = tl.load(x + start, mask=m_ok & k_ok, other=0.0).T
-                w = unpack_plane(words, g * PLANES + p, dtype, USE_PTX)
-                if SCALING != "sums":
-                    w -= offset.to(dtype)
-                if SCALING == "weights":
-                    w = scaled(w, s[g][:, None])
-                part = tl.dot(w, x_plane, part)
+                    k_ok = (start + k_run < K)[None, :]
+                    x_run = tl.load(x + start, mask=m_ok & k_ok, other=0.0).T
+                w = unpack_run(
+                    words,
+                    offset.to(dtype),
+                    s[g][:, None],
+                    g * PLANES + p,
+                    RUN,
+                    dtype,
+                    SCALING,
+                    USE_PTX,
+                )
+                part = tl.dot(w, x_run, part)
                 if SCALING == "sums":
-                    sums = tl.dot(ones, x_plane, sums)
+                    sums = tl.dot(ones, x_run, sums)
             if GROUPS == 0 or SCALING == "weights":
                 acc = part
             elif SCALING == "sums":

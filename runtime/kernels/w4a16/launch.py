@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.kernels.backend import target_of
+from runtime.kernels.backend import KernelTarget, target_of
 from runtime.kernels.w4a16.pack import ROWS, W4A16Weight
 from runtime.kernels.w4a16.tile import Tile, num_whole_tiles
 
@@ -23,11 +23,36 @@ def launch(
         return functional.linear(x_TK, dequantized(weight), bias)
     width = weight.shape[0] if act is None else weight.shape[0] // 2
     out_TN = torch.empty(x_TK.shape[0], width, dtype=x_TK.dtype, device=x_TK.device)
-    if tile.kernel == "warp":
+    if tile.kernel == "gemv":
+        _launch_gemv(x_TK, weight, bias, out_TN, tile)
+    elif tile.kernel == "warp":
         _launch_warp(x_TK, weight, bias, out_TN, tile, act)
     else:
         _launch_tile(x_TK, weight, bias, out_TN, tile, act)
     return out_TN
+
+
+def _launch_gemv(
+    x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, tile: Tile
+) -> None:
+    from runtime.kernels.w4a16.gemv import gemv_kernel
+
+    (num_rows, width), target = x_TK.shape, target_of(x_TK.device)
+    assert num_rows == 1
+    assert width % 2 == 0
+    gemv_kernel[(weight.codes.shape[0],)](
+        *(x_TK, weight.codes.view(torch.int32), weight.scale, weight.zero_point, bias, out_TN),
+        *(weight.shape[0], width, weight.num_blocks),
+        BLOCK_K=weight.block_k,
+        KBS=tile.k_blocks,
+        GROUPS=weight.groups_per_block,
+        CHUNK=32,
+        EVEN=width % weight.block_k == 0 and weight.num_blocks % tile.k_blocks == 0,
+        PREFETCH=tile.prefetch > 0 and target.has_pdl,
+        PDL=target.has_pdl,
+        num_warps=tile.num_warps,
+        **({"launch_pdl": True} if target.has_pdl else {}),
+    )
 
 
 def _launch_tile(
@@ -53,6 +78,7 @@ def _launch_tile(
         BLOCK_K=weight.block_k,
         GROUPS=weight.groups_per_block,
         SCALING=tile.scaling,
+        JOIN=tile.join,
         SPLIT_K=tile.split_k,
         EVEN_K=width % weight.block_k == 0,
         EVEN_N=weight.codes.shape[0] * ROWS % tile.block_n == 0,
@@ -63,7 +89,7 @@ def _launch_tile(
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **({"launch_pdl": True} if target.has_pdl else {}),
+        **_options(target, tile),
     )
 
 
@@ -99,8 +125,16 @@ def _launch_warp(
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **({"launch_pdl": True} if target.has_pdl else {}),
+        **_options(target, tile),
     )
+
+
+def _options(target: KernelTarget, tile: Tile) -> dict[str, int | bool]:
+    """Launch options that only some targets know."""
+    options: dict[str, int | bool] = {"launch_pdl": True} if target.has_pdl else {}
+    if tile.max_registers and target.has_ptx:
+        options["maxnreg"] = tile.max_registers
+    return options
 
 
 def _scratch(weight: W4A16Weight, tiles: int, tile: Tile) -> tuple[Tensor | None, Tensor | None]:

@@ -18,15 +18,19 @@ from runtime.kernels.tiles import lookup
 class Tile:
     """One choice.
 
-    kernel: "warp" (warps share out K), "tile" (warps share out a tile), "dense" (dequantize the
-        weight, then a library's product).
+    kernel: "gemv" (one row of inputs, no tensor cores), "warp" (warps share out K), "tile" (warps
+        share out a tile), "dense" (dequantize the weight, then a library's product).
     scaling: where scales are applied ("tile" only): to "weights", or to sums of weights that are
         "centered" or whose excess is taken off by "sums" of inputs.
     split_tail: only the tiles beyond the last full wave of programs are split ("tile" only).
-    prefetch: K-blocks of a program's weights that are asked into L2 before it waits for inputs.
+    join: planes of a K-block in one matrix product ("tile" only): fewer waits, more registers.
+    max_registers: a limit per thread, so that more programs share a multiprocessor.
+    prefetch: K-blocks of a program's weights that are asked into L2 before it waits for inputs;
+        for "gemv" all of them or none.
+    k_blocks: K-blocks of a step ("gemv" only).
     """
 
-    kernel: Literal["warp", "tile", "dense"]
+    kernel: Literal["gemv", "warp", "tile", "dense"]
     block_m: int = 16
     block_n: int = 64
     split_k: int = 1
@@ -34,12 +38,15 @@ class Tile:
     num_stages: int = 4
     scaling: Literal["sums", "centered", "weights"] = "sums"
     split_tail: bool = False
+    join: Literal[1, 2, 4] = 1
+    max_registers: int | None = None
     prefetch: int = 32
+    k_blocks: int = 4
 
     def can_gate(self, out: int) -> bool:
         """The tile can take half its rows from each half of a weight of `out` rows."""
         half = self.block_n // 2
-        return self.kernel != "dense" and half >= 16 and out % 2 == 0 and out // 2 % half == 0
+        return self.kernel in ("warp", "tile") and half >= 16 and out % 2 == 0 and out // 2 % half == 0
 
 
 def problem_of(shape: tuple[int, int], group_size: int | None) -> str:
@@ -101,7 +108,7 @@ def scratch_of(
     sums, counters = 0, 0
     for num_rows in (8, 16, 32, 64, 128, 256, 512, 1024):
         tile = choose(num_rows, shape, group_size, target, deterministic)
-        if tile.kernel == "dense" or tile.split_k == 1:
+        if tile.kernel in ("dense", "gemv") or tile.split_k == 1:
             continue
         tiles = -(-shape[0] // tile.block_n) * -(-num_rows // tile.block_m)
         split = min(tiles, target.num_sms) if tile.split_tail else tiles
