@@ -24,7 +24,6 @@ from runtime.kernels.attention import (
     plan_attention,
 )
 from runtime.kernels.backend import uses_triton
-from runtime.kernels.gate import gate
 from runtime.kernels.kv_store import slot_rows, store_kv
 from runtime.kernels.norm import add_rms_norm, rms_norm
 from runtime.kernels.quantize import QuantizedActivations
@@ -254,7 +253,7 @@ class Decoder:
         )
 
     def _mlp(self, layer: DecoderLayer, normed: Tensor | QuantizedActivations) -> Tensor:
-        gated = gate(layer.gate_up(normed), self.spec.act, layer.down.activations)
+        gated = layer.gate_up.gated(normed, self.spec.act, layer.down.activations)
         out_TE = layer.down(gated)
         after = layer.norms.after_mlp
         return out_TE if after is None else rms_norm(out_TE, after, self.spec.norm_eps)

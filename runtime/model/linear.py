@@ -15,9 +15,11 @@ from torch import Tensor
 from quant.artifact.errors import SchemeError
 from quant.artifact.layout import QuantizedWeight
 from quant.artifact.scheme import ActivationScheme
+from runtime.kernels.gate import Activation
 from runtime.kernels.linear import (
     PackedWeight,
     expected_activations,
+    gated_linear,
     linear,
     linear_in_float32,
     pack_dense,
@@ -77,6 +79,15 @@ class Linear:
     def __call__(self, x: Tensor | QuantizedActivations) -> Tensor:
         """`x` [T, in], or its codes where `activations` asks for them -> [T, sum of rows]."""
         return linear(x, self.weight, self.bias)
+
+    def gated(
+        self,
+        x: Tensor | QuantizedActivations,
+        act: Activation,
+        activations: ActivationScheme | None,
+    ) -> Tensor | QuantizedActivations:
+        """act(gate) * up of a gate | up linear, quantized by `activations` where the next asks."""
+        return gated_linear(x, self.weight, self.bias, act, activations)
 
     def in_float32(self, x: Tensor) -> Tensor:
         """`x` [T, in] -> [T, sum of rows] float32, without a bias."""

@@ -31,6 +31,7 @@ from quant.artifact.layout import QuantizedWeight, dequantize, quantize_activati
 from quant.artifact.scheme import ActivationScheme
 from runtime.kernels.backend import target_of, uses_triton
 from runtime.kernels.dense import dense_linear
+from runtime.kernels.gate import Activation, gate
 from runtime.kernels.linear.cpu import (
     can_pack_int4,
     has_exact_int8,
@@ -50,8 +51,10 @@ from runtime.kernels.w4a16 import (
     can_pack_w4a16,
     pack_w4a16,
     unpack_w4a16,
+    w4a16_gate_up,
     w4a16_linear,
 )
+from runtime.kernels.w4a16.slices import SLICE_ROWS
 from runtime.kernels.w8a8 import (
     W8A8Weight,
     can_pack_w8a8,
@@ -74,6 +77,7 @@ __all__ = [
     "PackedInt4Weight",
     "PackedWeight",
     "expected_activations",
+    "gated_linear",
     "linear",
     "linear_in_float32",
     "pack_dense",
@@ -183,6 +187,28 @@ def linear(
         case DynamicWeight():
             y = _dynamic(x, weight)
     return y if bias is None else y + bias
+
+
+def gated_linear(
+    x: Tensor | QuantizedActivations,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    act: Activation,
+    activations: ActivationScheme | None = None,
+) -> Tensor | QuantizedActivations:
+    """act(gate) * up, quantized by `activations`, of a weight gate | up: [T, in] -> [T, out / 2].
+
+    A large step goes slice by slice where the weight's kernels do that.
+    """
+    is_plain = bias is None and activations is None
+    if (
+        isinstance(weight, W4A16Weight)
+        and isinstance(x, Tensor)
+        and len(x) > SLICE_ROWS
+        and is_plain
+    ):
+        return w4a16_gate_up(x, weight, act)
+    return gate(linear(x, weight, bias), act, activations)
 
 
 def linear_in_float32(x: Tensor, weight: PackedWeight) -> Tensor:
