@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from quant.artifact.layout import QuantizedWeight, dequantize
 from quant.artifact.scheme import preset, with_group_size
-from runtime.kernels.w4a16 import pack_w4a16, unpack_w4a16, w4a16_linear
+from runtime.kernels.gate import gate
+from runtime.kernels.w4a16 import pack_w4a16, unpack_w4a16, w4a16_gate_up, w4a16_linear
 from runtime.kernels.w4a16.launch import dequantized, launch
 from runtime.kernels.w4a16.tile import Tile
 from runtime.kernels.workspace import KernelOptions, Workspace
@@ -158,3 +159,12 @@ def test_deterministic_rows_do_not_see_each_other(options: KernelOptions) -> Non
     whole = w4a16_linear(x_TK, packed)
     for first, last in [(0, 1), (5, 13), (100, 150), (300, 700)]:
         assert torch.equal(w4a16_linear(x_TK[first:last], packed), whole[first:last])
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 33, 100, 700])
+def test_gated_product_has_the_bits_of_two_steps(options: KernelOptions, num_rows: int) -> None:
+    weight = random_weight((3072, 1024), 128, True, torch.bfloat16)
+    packed = pack_w4a16(weight, torch.bfloat16, torch.device("cuda"), options)
+    x_TK = torch.randn(num_rows, 1024, dtype=torch.bfloat16, device="cuda")
+    expected = gate(w4a16_linear(x_TK, packed), "silu")
+    assert torch.equal(w4a16_gate_up(x_TK, packed, "silu"), expected)
