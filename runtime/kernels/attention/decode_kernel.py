@@ -50,7 +50,8 @@ def plan_decode_kernel(
     """What each program does: so that it finds its work in one read.
 
     shares [P + 1, 4]: a program's number of units; the sequence of its first unit, that sequence's
-        own first unit and its length. The last row begins with the units per program.
+        own first unit and its length. The last row begins with the least units of a program that
+        has any, and with how many programs, the first ones, have one more.
     starts [S]: scratch, the first unit of each sequence.
     """
     start_after_previous_kernel(PDL)
@@ -61,19 +62,21 @@ def plan_decode_kernel(
         tiles -= tl.maximum(seq_lens - window, 0) // TILE
     ends = tl.cumsum(tiles * KV_HEADS, 0)
     total = tl.sum(tiles * KV_HEADS, 0)
-    per_program = tl.maximum(tl.cdiv(total, num_programs), MIN_UNITS)
+    num_busy = tl.maximum(tl.minimum(num_programs, total // MIN_UNITS), 1)
+    least, num_larger = total // num_busy, total % num_busy
     tl.store(starts_ptr + s, ends - tiles * KV_HEADS, mask=s < num_seqs)
-    tl.store(shares_ptr + 4 * num_programs, per_program)
+    tl.store(shares_ptr + 4 * num_programs, least)
+    tl.store(shares_ptr + 4 * num_programs + 1, num_larger)
     tl.debug_barrier()
     p = tl.arange(0, BLOCK_P)
     is_p = p < num_programs
-    unit = p * per_program
+    unit = p * least + tl.minimum(p, num_larger)
     low = tl.zeros([BLOCK_P], tl.int32)
     for i in tl.static_range(SEARCH_STEPS):
         middle = low + (BLOCK_S >> (i + 1))
         start = tl.load(starts_ptr + middle, mask=middle < num_seqs, other=2147483647)
         low = tl.where(start <= unit, middle, low)
-    num_units = tl.minimum(tl.maximum(total - unit, 0), per_program)
+    num_units = tl.where(p < num_busy, least + (p < num_larger).to(tl.int32), 0)
     tl.store(shares_ptr + 4 * p, num_units, mask=is_p)
     tl.store(shares_ptr + 4 * p + 1, low, mask=is_p)
     tl.store(shares_ptr + 4 * p + 2, tl.load(starts_ptr + low, mask=is_p, other=0), mask=is_p)
@@ -198,7 +201,15 @@ def _merge(
 
 
 @triton.jit
-def _segment_of_share(p, unit, stop, start, tiles, per_program):
+def _program_of(unit, least, num_larger):
+    """The program that does `unit`; the first `num_larger` have least + 1 units, others least."""
+    in_larger = num_larger * (least + 1)
+    later = num_larger + (unit - in_larger) // least
+    return tl.where(unit < in_larger, unit // (least + 1), later)
+
+
+@triton.jit
+def _segment_of_share(p, unit, stop, start, tiles, least, num_larger):
     """Program p's segment at `unit` of a sequence whose units begin at `start`.
 
     (head, first tile, tiles, segments of this head, this one's slot, and where the head's slots
@@ -209,11 +220,11 @@ def _segment_of_share(p, unit, stop, start, tiles, per_program):
     head_unit = start + head * tiles
     tile = unit - head_unit
     num_tiles = tl.minimum(tiles - tile, stop - unit)
-    first_program = head_unit // per_program
-    num_segments = (head_unit + tiles - 1) // per_program - first_program + 1
-    slot = 2 * p + (unit != p * per_program).to(tl.int32)
-    skip = (first_program * per_program < head_unit).to(tl.int32)
-    return head, tile, num_tiles, num_segments, slot, 2 * first_program, skip
+    first = _program_of(head_unit, least, num_larger)
+    num_segments = _program_of(head_unit + tiles - 1, least, num_larger) - first + 1
+    slot = 2 * p + (unit != p * least + tl.minimum(p, num_larger)).to(tl.int32)
+    skip = (first * least + tl.minimum(first, num_larger) < head_unit).to(tl.int32)
+    return head, tile, num_tiles, num_segments, slot, 2 * first, skip
 
 
 @triton.jit
@@ -318,11 +329,12 @@ def decode_kernel(
     p = tl.program_id(0)
     if SPLITS:
         s = p // (SPLITS * KV_HEADS)
-        unit, stop, per_program, start = 0, 1, 1, 0
+        unit, stop, start = 0, 1, 0
         seq_len = tl.load(seq_lens_ptr + s)
     else:
-        per_program = tl.load(shares_ptr + 4 * tl.num_programs(0))
-        unit = p * per_program
+        least = tl.load(shares_ptr + 4 * tl.num_programs(0))
+        num_larger = tl.load(shares_ptr + 4 * tl.num_programs(0) + 1)
+        unit = p * least + tl.minimum(p, num_larger)
         stop = unit + tl.load(shares_ptr + 4 * p)
         s = tl.load(shares_ptr + 4 * p + 1)
         start = tl.load(shares_ptr + 4 * p + 2)
@@ -343,7 +355,7 @@ def decode_kernel(
             next_unit = stop
         else:
             head, tile, num_tiles, num_segments, slot, first_slot, skip = _segment_of_share(
-                p, unit, stop, start, tiles, per_program
+                p, unit, stop, start, tiles, least, num_larger
             )
             next_unit = unit + num_tiles
         if num_tiles > 0:
