@@ -146,8 +146,10 @@ def poisoned_cache(
     for pool in kv.pools:
         if pool.dtype == torch.float8_e4m3fn:
             pool.view(torch.uint8)[:num_blocks] = 0x7F
-        else:
+        elif pool.dtype.is_floating_point:
             pool[:num_blocks] = torch.nan
+    for scales in kv.token_scales or ():
+        scales[:num_blocks] = torch.nan
     return kv
 
 

@@ -122,7 +122,7 @@ def test_bfloat16_stays_near_float32(scheme: str | None) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("kv_dtype", ["fp8", "bfloat16", "float16"])
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "bfloat16", "float16"])
 def test_quantized_kv_is_the_same_however_the_prompt_is_cut(family: str, kv_dtype: str) -> None:
     """Also the state a prefix hit leaves: blocks written earlier, the rest computed now."""
     art = artifact(family, None)

@@ -187,14 +187,44 @@ def test_kv_scales_reach_the_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("fp8", 1)]
+    ("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("fp8", 1), ("int8", 1)]
 )
 def test_bytes_per_block_is_what_is_allocated(dtype: str, size: int) -> None:
     spec = load(w4_artifact()).spec
     kv = KVCache(spec, 5, 8, dtype)
-    assert KVCache.bytes_per_block(spec, 8, dtype) == 2 * 2 * 2 * 8 * 8 * size
-    allocated = sum(pool.numel() * pool.element_size() for pool in kv.pools)
+    scale_bytes = 4 if dtype == "int8" else 0
+    assert KVCache.bytes_per_block(spec, 8, dtype) == 2 * 2 * 2 * 8 * (8 * size + scale_bytes)
+    allocated = sum(tensor.nbytes for tensor in [*kv.pools, *(kv.token_scales or [])])
     assert allocated == 6 * KVCache.bytes_per_block(spec, 8, dtype)
+
+
+def test_kv_scales_by_head() -> None:
+    spec = load(w4_artifact()).spec
+    by_head = torch.tensor([[0.5, 0.25], [0.125, 1.0]])
+    kv = KVCache(spec, 4, 16, "fp8", scales=[by_head, (0.5, 0.25)])
+    assert kv.scales == (None, (0.5, 0.25))
+    assert kv.head_scales[0] is not None
+    assert torch.equal(kv.head_scales[0], by_head)
+    assert kv.head_scales[1] is not None
+    assert kv.head_scales[1].tolist() == [[0.5, 0.5], [0.25, 0.25]]
+    assert KVCache(spec, 4, 16, "float32", scales=[by_head, None]).head_scales == (None, None)
+    with pytest.raises(ValueError, match=r"layer 1.*\[2, 3\].*\[2, 2\]"):
+        KVCache(spec, 4, 16, "fp8", scales=[None, torch.ones(2, 3)])
+    with pytest.raises(ValueError, match="layer 0"):
+        KVCache(spec, 4, 16, "fp8", scales=[torch.zeros(2, 2), None])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "fp8", "int8"])
+def test_copied_blocks_take_their_scales_along(dtype: str) -> None:
+    kv = KVCache(load(w4_artifact()).spec, 4, 16, dtype)
+    tensors = [*kv.pools, *(kv.token_scales or [])]
+    for i, tensor in enumerate(tensors):
+        tensor.view(torch.uint8)[1] = i + 1
+        tensor.view(torch.uint8)[3] = 0
+    kv.copy_blocks(torch.tensor([1]), torch.tensor([3]))
+    for i, tensor in enumerate(tensors):
+        assert bool((tensor.view(torch.uint8)[3] == i + 1).all())
+    assert len(tensors) == (4 if dtype == "int8" else 2)
 
 
 def test_kv_cache_refuses_bad_settings() -> None:
