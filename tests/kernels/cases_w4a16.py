@@ -54,8 +54,36 @@ def linear(
     )
 
 
+def gemv(name: str, *, groups: int, half: str = "bf16", asymmetric: bool = False) -> CompileCase:
+    pointers = {"x_ptr": half, "codes_ptr": "i32", "scale_ptr": half, "out_ptr": half}
+    pointers |= {"zero_ptr": "u8"} if asymmetric else {}
+    constants = {
+        "BLOCK_K": 128,
+        "KBS": 4,
+        "GROUPS": groups,
+        "CHUNK": 32,
+        "EVEN": True,
+        "PREFETCH": True,
+        "PDL": True,
+        "bias_ptr": None,
+        **({} if asymmetric else {"zero_ptr": None}),
+    }
+    return CompileCase(
+        name=name,
+        kernel="runtime.kernels.w4a16.gemv:gemv_kernel",
+        signature={key: f"*{kind}" for key, kind in pointers.items()}
+        | dict.fromkeys(("N", "K", "num_kb"), "i32"),
+        constexprs=constants,
+        overrides={card: {"PREFETCH": False, "PDL": False} for card in ("sm80", "gfx942")},
+        aligned=("N", "K"),
+    )
+
+
 WGMMA = {"sm90": ("wgmma.mma_async",)}
 COMPILE_CASES = [
+    gemv("gemv-g128", groups=1),
+    gemv("gemv-g32-asym-fp16", groups=4, half="fp16", asymmetric=True),
+    gemv("gemv-channel", groups=0),
     linear("warp-m1", "warp_kernel", BLOCK_M=8, BLOCK_N=16, WARPS=4),
     linear("warp-gate-up", "warp_kernel", BLOCK_M=8, BLOCK_N=32, WARPS=4, ACT="silu"),
     linear(

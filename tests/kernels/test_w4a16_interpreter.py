@@ -75,6 +75,7 @@ def test_packing_keeps_every_weight(weight: QuantizedWeight, dtype: torch.dtype)
 
 SHAPES = [(64, 256, 128), (40, 192, 64), (48, 96, 32), (33, 100, None), (192, 576, 64)]
 TILES = [
+    (1, Tile(kernel="gemv", k_blocks=2)),
     (3, Tile(kernel="warp", block_m=8, block_n=16, num_warps=2)),
     (9, Tile(kernel="warp", block_m=16, block_n=32, num_warps=4, split_k=2)),
     (5, Tile(kernel="tile", block_m=16, block_n=64, split_k=2, scaling="sums")),

@@ -46,7 +46,9 @@ class Tile:
     def can_gate(self, out: int) -> bool:
         """The tile can take half its rows from each half of a weight of `out` rows."""
         half = self.block_n // 2
-        return self.kernel in ("warp", "tile") and half >= 16 and out % 2 == 0 and out // 2 % half == 0
+        return (
+            self.kernel in ("warp", "tile") and half >= 16 and out % 2 == 0 and out // 2 % half == 0
+        )
 
 
 def problem_of(shape: tuple[int, int], group_size: int | None) -> str:
@@ -118,7 +120,10 @@ def scratch_of(
 
 
 def rule(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
-    """Few rows: narrow programs, several per multiprocessor. More: a tile, split to fill them."""
+    """One row: no tensor cores. Few: narrow programs, several per multiprocessor. More: a tile,
+    split to fill them."""
+    if num_rows == 1 and shape[1] % 2 == 0:
+        return Tile(kernel="gemv", num_warps=4)
     if num_rows <= 16:
         block_n = 16 if shape[0] <= 16 * 4 * target.num_sms else 32
         return Tile(kernel="warp", block_m=8 if num_rows <= 8 else 16, block_n=block_n)
