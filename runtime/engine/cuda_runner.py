@@ -30,6 +30,7 @@ from runtime.engine.runner import StepResult
 from runtime.engine.scheduler import Schedule
 from runtime.engine.sequence import Sequence
 from runtime.engine.span_forward import SpanForward
+from runtime.engine.step_arrays import block_tables
 from runtime.engine.step_cost import StepCost
 from runtime.engine.step_plan import (
     GREEDY,
@@ -40,9 +41,10 @@ from runtime.engine.step_plan import (
     RunnerLimits,
     captured_kind,
     padded,
+    padded_columns,
 )
 from runtime.engine.step_results import PromptPart, Ticket, collected, tensors_of
-from runtime.engine.transfer import Download, Ints, upload, upload_into
+from runtime.engine.transfer import Download, Ints, upload, upload_all, upload_into
 from runtime.kernels.compile_ahead import compiling_ahead
 from runtime.kernels.decode_inputs import ROW_WIDTH, DecodeInputs, decode_inputs
 from runtime.kernels.sampling import RowLogprobs, SamplingFeatures, row_logprobs, sample_rows
@@ -107,7 +109,6 @@ class CudaRunner:
     def launch(self, schedule: Schedule) -> Ticket:
         plan = self._planner.plan(schedule)
         try:
-            self._state.flush()
             return self._launch_chunks(plan) if plan.chunks else self._launch_decodes(plan)
         except torch.OutOfMemoryError:
             return Ticket.failed(schedule, OUT_OF_MEMORY)
@@ -191,6 +192,7 @@ class CudaRunner:
         return logits_RV
 
     def _launch_decodes(self, plan: Plan) -> Ticket:
+        self._state.flush()
         num_rows = len(plan.rows_D5)
         kind = captured_kind(plan.traits)
         size = self._graphs.size_for(num_rows) if self._graphs is not None else num_rows
@@ -253,20 +255,26 @@ class CudaRunner:
         return [(space.counters(0), space.partials(0)) for space in spaces]
 
     def _launch_chunks(self, plan: Plan) -> Ticket:
+        """Chunks alone need nothing of the slots but at the end: the device starts before that."""
         pieces, rows = plan_rows(plan.chunks)
         num_decodes = len(plan.rows_D5)
-        slots_S = plan.rows_D5[:, 0].tolist()
-        slots_S += [self._state.slots[sequence].index for sequence, _ in plan.chunks]
-        longest = max(len(sequence.block_ids) for sequence, _ in plan.chunks)
-        if num_decodes:
-            longest = max(longest, int(plan.rows_D5[:, 1].max()) // self.block_size + 1)
-        sent_S = upload(np.array(slots_S, np.int32), self._device)
-        tables_SB = self._state.tables_NB[:, :longest][sent_S.long()]
+        tables_SB = self._tables_of(plan) if num_decodes else block_tables(pieces)
         hidden_RH = self._spans.run(plan.rows_D5, pieces, tables_SB)
+        self._state.flush()
         parts, tensors = self._score_prompts(hidden_RH[num_decodes:], rows)
         drawn_from = [*range(num_decodes), *(num_decodes + row for _, row in rows.sampling)]
         out_R, logprobs = self._draw_rows(hidden_RH, drawn_from, plan)
         return self._ticket(plan, out_R, logprobs, parts, tensors)
+
+    def _tables_of(self, plan: Plan) -> Tensor:
+        """[S, B] of the decodes and chunks of a step, out of the slots' state."""
+        self._state.flush()
+        slots = plan.rows_D5[:, 0].tolist()
+        slots += [self._state.slots[sequence].index for sequence, _ in plan.chunks]
+        longest = max(len(sequence.block_ids) for sequence, _ in plan.chunks)
+        longest = max(longest, int(plan.rows_D5[:, 1].max()) // self.block_size + 1)
+        sent_S = upload(np.array(slots, np.int32), self._device)
+        return self._state.tables_NB[:, : padded_columns(longest)][sent_S.long()]
 
     def _draw_rows(
         self, hidden_RH: Tensor, rows: Seq[int], plan: Plan
@@ -277,13 +285,14 @@ class CudaRunner:
             return out_R, None
         slots = [self._state.slots[sequence].index for sequence in plan.sampling]
         counts = [sequence.num_generated for sequence in plan.sampling]
-        sent_3R = upload(np.array([rows, slots, counts], np.int32), self._device)
+        columns = [np.array(column, np.int32) for column in (rows, slots, counts)]
+        rows_R, slots_R, counts_R = upload_all(columns, self._device)
         num_generated_N = self._state.sampling.num_generated_N
-        num_generated_N[sent_3R[1].long()] = sent_3R[2]
+        num_generated_N[slots_R.long()] = counts_R
         if len(rows) < len(hidden_RH):
-            hidden_RH = hidden_RH[sent_3R[0].long()]
+            hidden_RH = hidden_RH[rows_R.long()]
         logits_RV = self.decoder.logits(hidden_RH)
-        return out_R, self._draw(logits_RV, sent_3R[1], plan.features, out_R)
+        return out_R, self._draw(logits_RV, slots_R, plan.features, out_R)
 
     def _draw(
         self, logits_RV: Tensor, slots_R: Tensor, features: SamplingFeatures, out_R: Tensor

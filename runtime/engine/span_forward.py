@@ -20,13 +20,14 @@ from runtime.engine.batch import Piece
 from runtime.engine.model_runner import DecoderLike
 from runtime.engine.step_arrays import (
     StepArrays,
+    Tables,
     block_tables,
     split_pieces,
     step_arrays,
     to_inputs,
 )
 from runtime.engine.step_plan import NO_ROWS
-from runtime.engine.transfer import Ints, upload
+from runtime.engine.transfer import Ints
 
 FEWEST_TOKENS = 256  # prompts are not cut further than this where memory is short
 
@@ -44,8 +45,7 @@ class SpanForward:
 
     def pieces(self, pieces: Seq[Piece]) -> Tensor:
         """Hidden states [R, hidden] of the wanted rows of pieces alone."""
-        tables_SB = upload(block_tables(pieces), self._decoder.device)
-        return self.run(NO_ROWS, pieces, tables_SB)
+        return self.run(NO_ROWS, pieces, block_tables(pieces))
 
     def blank(self, num_tokens: int, num_rows: int, longest: int) -> Tensor:
         """Hidden states [num_rows, hidden] of `num_tokens` zeros whose KV is written nowhere.
@@ -60,9 +60,9 @@ class SpanForward:
             pieces.append(Piece(tokens=[0] * length, start=0, block_ids=blocks, wanted=wanted))
         arrays = step_arrays(NO_ROWS, pieces, self._block_size)
         arrays = replace(arrays, kv_slots_T=np.full_like(arrays.kv_slots_T, -1))
-        return self._pass(arrays, upload(block_tables(pieces), self._decoder.device))
+        return self._pass(arrays, block_tables(pieces))
 
-    def run(self, rows_D5: Ints, pieces: Seq[Piece], tables_SB: Tensor) -> Tensor:
+    def run(self, rows_D5: Ints, pieces: Seq[Piece], tables_SB: Tables) -> Tensor:
         """Hidden states [R, hidden]: of each decode, then of the rows the pieces want."""
         num_tokens = len(rows_D5) + sum(len(piece.tokens) for piece in pieces)
         while True:
@@ -78,7 +78,7 @@ class SpanForward:
                 self._most_tokens = smaller
             torch.cuda.empty_cache()
 
-    def _in_parts(self, rows_D5: Ints, pieces: Seq[Piece], tables_SB: Tensor, limit: int) -> Tensor:
+    def _in_parts(self, rows_D5: Ints, pieces: Seq[Piece], tables_SB: Tables, limit: int) -> Tensor:
         num_decodes = len(rows_D5)
         hidden = []
         if num_decodes:
@@ -88,9 +88,9 @@ class SpanForward:
                 hidden.append(self._once(NO_ROWS, [part], tables_SB[row : row + 1]))
         return torch.cat(hidden)
 
-    def _once(self, rows_D5: Ints, pieces: Seq[Piece], tables_SB: Tensor) -> Tensor:
+    def _once(self, rows_D5: Ints, pieces: Seq[Piece], tables_SB: Tables) -> Tensor:
         return self._pass(step_arrays(rows_D5, pieces, self._block_size), tables_SB)
 
-    def _pass(self, arrays: StepArrays, tables_SB: Tensor) -> Tensor:
+    def _pass(self, arrays: StepArrays, tables_SB: Tables) -> Tensor:
         inputs = to_inputs(arrays, tables_SB, self._last_tokens_N, has_kernels=self._has_kernels)
         return self._decoder.forward(inputs, self._kv)

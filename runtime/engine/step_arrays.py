@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,19 +19,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.engine.batch import Piece
-from runtime.engine.transfer import Ints, upload
+from runtime.engine.step_plan import padded_columns
+from runtime.engine.transfer import Ints, upload_all
 from runtime.model.step import StepInputs
+
+Longs: TypeAlias = NDArray[np.int64]
+Tables: TypeAlias = Ints | Tensor  # [S, B] block ids, on the host or on the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepArrays:
-    """The integers of StepInputs, int32, on the host. A negative token id is a slot's last token:
-    -1 of slot 0, -2 of slot 1, ..."""
+    """The integers of StepInputs on the host. A negative token id is a slot's last token: -1 of
+    slot 0, -2 of slot 1, ..."""
 
-    token_ids_T: Ints
-    positions_T: Ints
-    kv_slots_T: Ints
-    logit_rows_R: Ints
+    token_ids_T: Longs
+    positions_T: Longs
+    kv_slots_T: Longs
+    logit_rows_R: Longs
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     num_decodes: int
@@ -50,7 +54,7 @@ def step_arrays(rows_D5: Ints, pieces: Seq[Piece], block_size: int) -> StepArray
     slots, positions, blocks, tokens, _ = rows_D5.T
     token_ids = [np.where(tokens < 0, -1 - slots, tokens)]
     kv_slots = [blocks * block_size + positions % block_size]
-    all_positions, wanted = [positions], [np.arange(len(rows_D5), dtype=np.int32)]
+    all_positions, wanted = [positions], [np.arange(len(rows_D5))]
     first = len(rows_D5)
     for piece in pieces:
         span = np.arange(piece.start, piece.start + len(piece.tokens))
@@ -59,7 +63,7 @@ def step_arrays(rows_D5: Ints, pieces: Seq[Piece], block_size: int) -> StepArray
         kv_slots.append(
             np.array(piece.block_ids)[span // block_size] * block_size + span % block_size
         )
-        wanted.append(first + np.array(piece.wanted, np.int32))
+        wanted.append(first + np.array(piece.wanted, np.int64))
         first += len(span)
     return StepArrays(
         token_ids_T=_joined(token_ids),
@@ -77,35 +81,38 @@ def step_arrays(rows_D5: Ints, pieces: Seq[Piece], block_size: int) -> StepArray
 
 def block_tables(pieces: Seq[Piece]) -> Ints:
     """[S, B] block ids of pieces, padded with 0."""
-    tables = np.zeros((len(pieces), max(len(piece.block_ids) for piece in pieces)), np.int32)
+    longest = max(len(piece.block_ids) for piece in pieces)
+    tables = np.zeros((len(pieces), padded_columns(longest)), np.int32)
     for row, piece in zip(tables, pieces, strict=True):
         row[: len(piece.block_ids)] = piece.block_ids
     return tables
 
 
 def to_inputs(
-    arrays: StepArrays, block_tables_SB: Tensor, last_tokens_N: Tensor, *, has_kernels: bool
+    arrays: StepArrays, tables_SB: Tables, last_tokens_N: Tensor, *, has_kernels: bool
 ) -> StepInputs:
-    """StepInputs on the device of the tables, which may be wider than needed."""
-    device = block_tables_SB.device
-    starts = np.cumsum((0, *arrays.query_lens))
-    parts = [arrays.token_ids_T, arrays.positions_T, arrays.kv_slots_T, arrays.logit_rows_R,
-             starts, np.array(arrays.seq_lens)]  # fmt: skip
-    sent = torch.split(upload(_joined(parts), device), [len(part) for part in parts])
-    token_ids, positions, kv_slots, logit_rows = (part.long() for part in sent[:4])
+    """StepInputs on the device of `last_tokens_N`. The tables may be wider than needed; those of
+    the host go up with the rest."""
+    device = last_tokens_N.device
+    starts = np.cumsum((0, *arrays.query_lens), dtype=np.int32)
+    parts: list[NDArray[Any]] = [arrays.token_ids_T, arrays.positions_T, arrays.kv_slots_T]
+    parts += [arrays.logit_rows_R, starts, np.array(arrays.seq_lens, np.int32)]
+    parts += [] if isinstance(tables_SB, Tensor) else [tables_SB]
+    token_ids, positions, kv_slots, rows, starts_S1, lens_S, *tables = upload_all(parts, device)
     if arrays.num_decodes:
         held = last_tokens_N[(-1 - token_ids).clamp_(min=0)].long()
         token_ids = torch.where(token_ids < 0, held, token_ids)
+    table_SB = tables_SB if isinstance(tables_SB, Tensor) else tables[0]
     return StepInputs(
         token_ids_T=token_ids,
         positions_T=positions,
         slots_T=kv_slots,
-        block_tables_SB=block_tables_SB if has_kernels else block_tables_SB.long(),
+        block_tables_SB=table_SB if has_kernels else table_SB.long(),
         query_lens=arrays.query_lens,
         seq_lens=arrays.seq_lens,
-        logit_rows_R=logit_rows,
-        query_starts_S1=sent[4] if has_kernels else None,
-        seq_lens_S=sent[5] if has_kernels else None,
+        logit_rows_R=rows,
+        query_starts_S1=starts_S1 if has_kernels else None,
+        seq_lens_S=lens_S if has_kernels else None,
         num_decodes=arrays.num_decodes,
         max_query_len=arrays.max_query_len,
     )
@@ -128,5 +135,5 @@ def split_pieces(pieces: Seq[Piece], num_tokens: int) -> list[Piece]:
     return parts
 
 
-def _joined(parts: Seq[NDArray[Any]]) -> Ints:
-    return np.concatenate(parts).astype(np.int32)
+def _joined(parts: Seq[NDArray[Any]]) -> Longs:
+    return np.concatenate(parts).astype(np.int64)

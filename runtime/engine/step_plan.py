@@ -38,6 +38,11 @@ NO_ROWS: Ints = np.zeros((0, ROW_WIDTH), np.int32)
 _PADDING = (0, -1, 0, 0, 0)  # a row that stands for no sequence
 
 
+def padded_columns(num_columns: int) -> int:
+    """A width for block tables: kernels are compiled apart for rows that are not 16 apart."""
+    return -(-num_columns // 16) * 16
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
     """The largest step and sequence, in sequences and tokens; KV tokens per block."""
@@ -49,7 +54,8 @@ class RunnerLimits:
 
     @property
     def num_columns(self) -> int:
-        return -(-self.max_model_len // self.block_size)
+        """Of a block table that holds the longest sequence."""
+        return padded_columns(-(-self.max_model_len // self.block_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ that the same runner can be tested there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int32]
+_ALIGNED = 4  # int32 words in 16 bytes
 
 
 def upload(values: Ints, device: torch.device) -> Tensor:
@@ -22,6 +24,25 @@ def upload(values: Ints, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.from_numpy(values.copy())
     return _pinned(values).to(device, non_blocking=True)
+
+
+def upload_all(parts: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Tensors of int32 and int64 arrays of any shape, in one copy.
+
+    Each begins at a multiple of 16 bytes: kernels are compiled apart for those that do not.
+    """
+    words = [np.ascontiguousarray(part).view(np.int32).ravel() for part in parts]
+    starts = np.cumsum([0, *(-(-len(word) // _ALIGNED) * _ALIGNED for word in words)])
+    buffer = np.zeros(starts[-1], np.int32)
+    for start, word in zip(starts, words, strict=False):
+        buffer[start : start + len(word)] = word
+    sent = upload(buffer, device)
+    found = []
+    for part, start, word in zip(parts, starts.tolist(), words, strict=False):
+        tensor = sent[start : start + len(word)]
+        tensor = tensor.view(torch.int64) if part.dtype == np.int64 else tensor
+        found.append(tensor.view(part.shape))
+    return found
 
 
 def upload_into(target: Tensor, values: Ints) -> None:
