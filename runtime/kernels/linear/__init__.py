@@ -101,7 +101,8 @@ def pack_dense(
     if device.type == "cpu" and dtype == torch.float32:
         matrix = weight.to(dtype).T.clone(memory_format=torch.contiguous_format)
         return DenseWeight(matrix=matrix, is_transposed=True)
-    matrix = weight.to(device=device, dtype=dtype, copy=True).contiguous()
+    # Off the CPU nothing is mapped, and a head of a gigabyte need not exist twice.
+    matrix = weight.to(device=device, dtype=dtype, copy=device.type == "cpu").contiguous()
     own = options if uses_triton(device) else None
     return DenseWeight(matrix=matrix, is_transposed=False, options=own)
 
