@@ -32,6 +32,7 @@ from runtime.engine.resolve import (
 from runtime.engine.runner import Runner
 from runtime.engine.startup import Startup, StartupClock
 from runtime.engine.step_plan import RunnerLimits
+from runtime.kernels import fast_launch
 from runtime.kernels.backend import uses_triton
 from runtime.kernels.workspace import KernelOptions, Workspace
 from runtime.model.decoder import Decoder
@@ -128,6 +129,8 @@ def _opened(name: str) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
+        if uses_triton(device):
+            fast_launch.install(device)
     return device
 
 

@@ -38,7 +38,7 @@ def install(device: torch.device) -> None:
 
         def launch(*args: Any, **kwargs: Any) -> None:
             key = table.key(args, kwargs)
-            kernel = table.kernels.get(key) if key is not None else None
+            kernel = table.kernels.get(key)
             if kernel is None:
                 made = plain_run(self, *args, grid=grid, warmup=False, **kwargs)
                 if key is not None and isinstance(made, CompiledKernel):
@@ -69,7 +69,10 @@ class _Table:
         self._defaults = {p.name: p.default if p.has_default else _MISSING for p in function.params}
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What tells kernels of this function apart; None where Triton has to look itself."""
+        """What tells kernels of this function apart; None where Triton has to look itself.
+
+        Constants are compared with their types, since 1 is not True to a compiler.
+        """
         parts: list[Any] = []
         for value, is_constant in zip(args, self._is_constant, strict=False):
             part = (type(value), value) if is_constant else _trait(value)
