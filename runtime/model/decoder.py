@@ -128,18 +128,23 @@ class Decoder:
         first = self.layers[0]
         normed = rms_norm(residual_TE, first.norms.attention, eps, first.qkv.activations)
         for i, layer in enumerate(self.layers):
-            x_TE = self._attend(i, normed, step, plan, kv)
+            is_last = i + 1 == len(self.layers)
+            attended_TE = self._attend(i, normed, step, plan, kv)
+            if is_last and step.logit_rows_R is not None:
+                # Nothing of the other rows is read any more: their K/V is written.
+                rows = step.logit_rows_R
+                attended_TE, residual_TE = attended_TE[rows], residual_TE[rows]
+                if not len(rows):
+                    return residual_TE
+            x_TE = self._project(layer, attended_TE)
             up = layer.gate_up.activations
             residual_TE, normed = add_rms_norm(x_TE, residual_TE, layer.norms.mlp, eps, up)
             del x_TE  # its memory serves the MLP, where a step takes most
             x_TE = self._mlp(layer, normed)
-            if i + 1 < len(self.layers):
+            if not is_last:
                 after = self.layers[i + 1]
                 norm, qkv = after.norms.attention, after.qkv.activations
                 residual_TE, normed = add_rms_norm(x_TE, residual_TE, norm, eps, qkv)
-        rows = step.logit_rows_R
-        if rows is not None:
-            x_TE, residual_TE = x_TE[rows], residual_TE[rows]
         return add_rms_norm(x_TE, residual_TE, self.final_norm, eps)[1]
 
     @torch.inference_mode()
@@ -202,7 +207,7 @@ class Decoder:
             self._rotate_and_store(i, heads_THD, step, kv)
         else:
             self._rotate_and_store_by_ops(i, heads_THD, plan, kv)
-        attended_TE = attention(
+        return attention(
             heads_THD[:, : spec.heads],
             kv.pools[i],
             plan.attention[layer.spec.window],
@@ -211,9 +216,11 @@ class Decoder:
             head_scales_2K=kv.head_scales[i],
             token_scales=None if kv.token_scales is None else kv.token_scales[i],
         )
+
+    def _project(self, layer: DecoderLayer, attended_TE: Tensor) -> Tensor:
         out_TE = layer.o(attended_TE)
         after = layer.norms.after_attention
-        return out_TE if after is None else rms_norm(out_TE, after, spec.norm_eps)
+        return out_TE if after is None else rms_norm(out_TE, after, self.spec.norm_eps)
 
     def _rotate_and_store(self, i: int, heads_THD: Tensor, step: StepInputs, kv: KVCache) -> None:
         layer = self.layers[i]
