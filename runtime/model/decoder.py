@@ -139,7 +139,7 @@ class Decoder:
             x_TE = self._project(layer, attended_TE)
             up = layer.gate_up.activations
             residual_TE, normed = add_rms_norm(x_TE, residual_TE, layer.norms.mlp, eps, up)
-            del x_TE  # its memory serves the MLP, where a step takes most
+            del attended_TE, x_TE  # their memory serves the MLP, where a step takes most
             x_TE = self._mlp(layer, normed)
             if not is_last:
                 after = self.layers[i + 1]
