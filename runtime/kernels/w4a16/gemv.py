@@ -64,6 +64,26 @@ def excess_of_groups(
 
 
 @triton.jit
+def load_pairs(pairs_ptr, kb, u, K, num_kb, WIDTH: tl.constexpr, EVEN_K: tl.constexpr):
+    """Inputs [KBS, WIDTH] of each plane of these K-blocks, two in a word; zeros behind the last."""
+    at = (kb + u)[:, None] * (4 * WIDTH) + tl.arange(0, WIDTH)[None, :]
+    values = (load_plane(pairs_ptr, at, kb + u, K, num_kb, EVEN_K),)
+    for p in tl.static_range(1, 4):
+        values = values + (load_plane(pairs_ptr, at + p * WIDTH, kb + u, K, num_kb, EVEN_K),)
+    return values
+
+
+@triton.jit
+def load_plane(pairs_ptr, at, block, K, num_kb, EVEN_K: tl.constexpr):
+    """A mask that is the same for a whole K-block leaves loads 16 bytes wide."""
+    if EVEN_K:
+        pairs = tl.load(pairs_ptr + at, mask=(block < num_kb)[:, None], other=0)
+    else:
+        pairs = tl.load(pairs_ptr + at, mask=at * 2 < K, other=0)
+    return pairs
+
+
+@triton.jit
 def gemv_kernel(
     x_ptr,
     codes_ptr,
@@ -78,15 +98,18 @@ def gemv_kernel(
     KBS: tl.constexpr,
     GROUPS: tl.constexpr,
     CHUNK: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out [N] = w x + bias. Grid: one program for each ROWS rows of weights.
 
     codes_ptr points to 32-bit words [R, num_kb, ROWS, BLOCK_K / 8]. KBS: K-blocks a step. GROUPS:
-    scales per K-block, 0 for one per row. CHUNK: groups whose inputs are summed at once. EVEN: KBS
-    divides the K-blocks and BLOCK_K divides K. PREFETCH: ask all codes into L2 before waiting.
+    scales per K-block, 0 for one per row. CHUNK: groups whose inputs are summed at once. EVEN_K:
+    BLOCK_K divides K. STAGES: steps whose loads are under way, through shared memory: ptxas moves
+    loads into registers behind the products that should hide them. PREFETCH: ask all codes and
+    scales into L2 before waiting.
     """
     if PDL:
         gdc_launch_dependents()
@@ -101,46 +124,38 @@ def gemv_kernel(
     c = tl.arange(0, WIDTH)
     inner = u[:, None, None] * (ROWS * WIDTH) + row[None, :, None] * WIDTH + c[None, None, :]
     codes = codes_ptr + block * num_kb * (ROWS * WIDTH)
-    if PREFETCH:
-        prefetch_l2(codes, num_kb * (ROWS * WIDTH * 4))
     num_groups = num_kb * GROUPS if GROUPS > 0 else 1
     scales = scale_ptr + block * num_groups * ROWS
     zeros = scales if SYMMETRIC else zero_ptr + block * num_groups * ROWS
-    words = tl.load(codes + inner, mask=(u < num_kb)[:, None, None], other=0)
+    if PREFETCH:
+        prefetch_l2(codes, num_kb * (ROWS * WIDTH * 4))
+        prefetch_l2(
+            scales, num_groups * (ROWS * scale_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        )
     if PDL:
         gdc_wait()
     pairs_ptr = x_ptr.to(tl.pointer_type(tl.int32))
-    # Ahead of the products, since the first weights are still on their way.
     if GROUPS > 0:
         excess = excess_of_groups(
             x_ptr, scales, zeros, K, num_groups, BLOCK_K // PER_BLOCK, CHUNK, SYMMETRIC
         )
     acc = tl.zeros([KBS, ROWS, WIDTH], tl.float32)
-    for kb in range(0, num_kb, KBS):
-        ahead = kb + KBS
-        there = (ahead + u < num_kb)[:, None, None]
-        next_words = tl.load(codes + ahead * (ROWS * WIDTH) + inner, mask=there, other=0)
+    for kb in tl.range(0, num_kb, KBS, num_stages=STAGES):
+        there = (kb + u < num_kb)[:, None, None]
+        words = tl.load(codes + kb * (ROWS * WIDTH) + inner, mask=there, other=0)
+        pairs = load_pairs(pairs_ptr, kb, u, K, num_kb, WIDTH, EVEN_K)
         for g in tl.static_range(PER_BLOCK):
             part = tl.zeros([KBS, ROWS, WIDTH], tl.float32)
             for p in tl.static_range(PLANES):
-                at = (kb + u)[:, None] * (BLOCK_K // 2) + (g * PLANES + p) * WIDTH + c[None, :]
-                if EVEN:
-                    pairs = tl.load(pairs_ptr + at)
-                else:
-                    pairs = tl.load(pairs_ptr + at, mask=at * 2 < K, other=0)
-                low, high = halves(pairs, dtype)
+                low, high = halves(pairs[g * PLANES + p], dtype)
                 part += plus_excess(words, 16 - 4 * (g * PLANES + p)) * low[:, None, :]
                 part += plus_excess(words, 0 - 4 * (g * PLANES + p)) * high[:, None, :]
             if GROUPS > 0:
-                at = ((kb + u)[:, None] * GROUPS + g) * ROWS + row[None, :]
-                if EVEN:
-                    s = tl.load(scales + at)
-                else:
-                    s = tl.load(scales + at, mask=(kb + u < num_kb)[:, None], other=0.0)
+                at = (kb + u)[:, None] * (GROUPS * ROWS) + g * ROWS + row[None, :]
+                s = tl.load(scales + at, mask=(kb + u < num_kb)[:, None], other=0.0)
                 acc += s.to(tl.float32)[:, :, None] * part
             else:
                 acc += part
-        words = next_words
     y = tl.sum(tl.sum(acc, axis=2), axis=0)
     n = block * ROWS + row
     if GROUPS > 0:
