@@ -40,6 +40,16 @@ def halves(pairs, dtype: tl.constexpr):
 
 
 @triton.jit
+def sum_of_inputs(x_ptr, K, num_kb, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr):
+    """Of all K inputs, float32."""
+    sums = tl.zeros([CHUNK], tl.float32)
+    for first in tl.range(0, num_kb, CHUNK, num_stages=1):
+        at = (first + tl.arange(0, CHUNK))[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        sums += tl.sum(tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32), axis=1)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
 def excess_of_groups(
     x_ptr, scales, zeros, K, num_groups, GROUP: tl.constexpr, CHUNK: tl.constexpr,
     SYMMETRIC: tl.constexpr,
@@ -48,7 +58,7 @@ def excess_of_groups(
     row = tl.arange(0, ROWS)
     k = tl.arange(0, GROUP)
     total = tl.zeros([ROWS], tl.float32)
-    for first in range(0, num_groups, CHUNK):
+    for first in tl.range(0, num_groups, CHUNK, num_stages=1):
         g = first + tl.arange(0, CHUNK)
         at = g[:, None] * GROUP + k[None, :]
         x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
@@ -139,6 +149,8 @@ def gemv_kernel(
         excess = excess_of_groups(
             x_ptr, scales, zeros, K, num_groups, BLOCK_K // PER_BLOCK, CHUNK, SYMMETRIC
         )
+    else:
+        inputs = sum_of_inputs(x_ptr, K, num_kb, BLOCK_K, CHUNK)
     acc = tl.zeros([KBS, ROWS, WIDTH], tl.float32)
     for kb in tl.range(0, num_kb, KBS, num_stages=STAGES):
         there = (kb + u < num_kb)[:, None, None]
@@ -161,20 +173,10 @@ def gemv_kernel(
     if GROUPS > 0:
         y -= excess
     else:
-        y = whole_rows(y, x_ptr, scales, zeros, row, K, SYMMETRIC)
+        offset = tl.full([ROWS], EXCESS + 8, tl.float32)
+        if not SYMMETRIC:
+            offset = tl.load(zeros + row).to(tl.float32) + EXCESS
+        y = tl.load(scales + row).to(tl.float32) * (y - offset * inputs)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
-
-
-@triton.jit
-def whole_rows(y, x_ptr, scales, zeros, row, K, SYMMETRIC: tl.constexpr):
-    """The same where a row has one scale: the excess of all inputs, then the scale."""
-    k = tl.arange(0, 1024)
-    sums = tl.zeros([1024], tl.float32)
-    for first in range(0, K, 1024):
-        sums += tl.load(x_ptr + first + k, mask=first + k < K, other=0.0).to(tl.float32)
-    offset = tl.full([ROWS], EXCESS + 8, tl.float32)
-    if not SYMMETRIC:
-        offset = tl.load(zeros + row).to(tl.float32) + EXCESS
-    return tl.load(scales + row).to(tl.float32) * (y - offset * tl.sum(sums, axis=0))
