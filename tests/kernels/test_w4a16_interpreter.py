@@ -82,6 +82,7 @@ TILES = [
     (20, Tile(kernel="tile", block_m=16, block_n=64, scaling="centered", join=4)),
     (55, Tile(kernel="tile", block_m=16, block_n=32, split_k=2, split_tail=True)),
     (35, Tile(kernel="tile", block_m=32, block_n=32, split_k=3, scaling="weights", join=2)),
+    (18, Tile(kernel="tile", block_m=16, block_n=32, num_warps=1, scaling="weights")),
 ]
 
 

@@ -188,6 +188,25 @@ def load_groups(pointers, kb, PER_BLOCK: tl.constexpr, GROUPS: tl.constexpr, in_
 
 
 @triton.jit
+def load_staged(pointers, rows, kb, g: tl.constexpr, GROUPS: tl.constexpr, in_range):
+    """`load_group` of 16-bit scales through shared memory, stages ahead. Copies into it take at
+    least four bytes: a scale comes with its neighbour, for both of their rows."""
+    dtype: tl.constexpr = pointers.dtype.element_ty
+    words = (pointers - rows % 2).to(tl.pointer_type(tl.int32))
+    pairs = tl.load(words + (kb * GROUPS + g) * (ROWS // 2), mask=in_range, other=0)
+    return (pairs >> (rows % 2 * 16)).to(tl.int16).to(dtype, bitcast=True)
+
+
+@triton.jit
+def load_staged_groups(pointers, rows, kb, PER_BLOCK: tl.constexpr, GROUPS: tl.constexpr, ok):
+    """`load_staged` of every group of a K-block."""
+    values = (load_staged(pointers, rows, kb, 0, GROUPS, ok),)
+    for g in tl.static_range(1, PER_BLOCK):
+        values = values + (load_staged(pointers, rows, kb, g, GROUPS, ok),)
+    return values
+
+
+@triton.jit
 def offset_of(zero_point, SYMMETRIC: tl.constexpr, EXCESS: tl.constexpr):
     """Zero point + excess as float32; 8 + excess for symmetric weights, whatever is given."""
     if SYMMETRIC:
@@ -259,6 +278,7 @@ def tile_kernel(
     GROUPS: tl.constexpr,
     SCALING: tl.constexpr,
     JOIN: tl.constexpr,
+    STAGED: tl.constexpr,
     SPLIT_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -341,7 +361,9 @@ def tile_kernel(
         # unpacks in the layout of the load and carries whole weights through shared memory. It
         # comes first: the last product of the iteration before still runs.
         ahead = tl.minimum(kb + 1, kb_end - 1)
-        if GROUPS > 0 and SCALING == "weights":
+        if GROUPS > 0 and SCALING == "weights" and STAGED:
+            s = load_staged_groups(scales, rows, kb, PER_BLOCK, GROUPS, row_ok)
+        elif GROUPS > 0 and SCALING == "weights":
             s = load_groups(scales, kb, PER_BLOCK, GROUPS, row_ok)
         next_s = s
         if GROUPS > 0 and SCALING != "weights":

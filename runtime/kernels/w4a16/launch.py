@@ -80,6 +80,7 @@ def _launch_tile(
         GROUPS=weight.groups_per_block,
         SCALING=tile.scaling,
         JOIN=tile.join,
+        STAGED=_is_staged(weight, tile),
         SPLIT_K=tile.split_k,
         EVEN_K=width % weight.block_k == 0,
         EVEN_N=weight.codes.shape[0] * ROWS % tile.block_n == 0,
@@ -128,6 +129,11 @@ def _launch_warp(
         num_stages=tile.num_stages,
         **_options(target, tile),
     )
+
+
+def _is_staged(weight: W4A16Weight, tile: Tile) -> bool:
+    """Scales of a tile with fewer threads than rows would cross layouts in every K-block."""
+    return tile.block_n >= 32 * tile.num_warps and weight.scale.element_size() == 2
 
 
 def _options(target: KernelTarget, tile: Tile) -> dict[str, int | bool]:
