@@ -120,31 +120,46 @@ def scratch_of(
 
 
 def rule(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
-    """One row: no tensor cores. Few: narrow programs, several per multiprocessor. More: a tile,
-    split to fill them."""
+    """What the measured tables have in common.
+
+    One row: no tensor cores. Up to 8: narrow programs, four to a multiprocessor. Up to 256: tiles
+    as wide as the rows, with K split until two programs share a multiprocessor, so that one
+    unpacks while the other multiplies. More: the weight is dequantized once for all rows.
+    """
     if num_rows == 1 and shape[1] % 2 == 0:
         return Tile(kernel="gemv", num_warps=4)
-    if num_rows <= 16:
-        block_n = 16 if shape[0] <= 16 * 4 * target.num_sms else 32
-        return Tile(kernel="warp", block_m=8 if num_rows <= 8 else 16, block_n=block_n)
-    if num_rows <= 64:
-        block_m = 32 if num_rows <= 32 else 64
-        split = _split(shape, -(-shape[0] // 64), 2 * target.num_sms)
-        return Tile(kernel="tile", block_m=block_m, split_k=split, scaling="centered")
+    if num_rows <= 8:
+        split = _split(shape, 32, 1, 4 * target.num_sms)
+        return Tile(kernel="warp", block_m=8, block_n=32, split_k=split)
     if num_rows <= 256:
-        block_m = 64 if num_rows <= 64 else 128
-        tiles = -(-shape[0] // 128) * -(-num_rows // block_m)
-        split = _split(shape, tiles, target.num_sms)
+        return _wide(num_rows, shape, target)
+    return Tile(kernel="dense")
+
+
+def _wide(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
+    block_m = next(size for size in (16, 32, 64, 128) if num_rows <= size or size == 128)
+    m_tiles = -(-num_rows // block_m)
+    if block_m == 128 and -(-shape[0] // 128) * m_tiles >= 3 * target.num_sms // 2:
         return Tile(
             kernel="tile",
-            block_m=block_m,
+            block_m=128,
             block_n=128,
-            split_k=split,
             num_warps=8,
-            num_stages=_stages(target, 4),
+            num_stages=_stages(target, 3),
             scaling="weights",
+            join=2,
+            max_registers=128,
         )
-    return Tile(kernel="dense")
+    block_n = 128 if block_m <= 32 else 64
+    return Tile(
+        kernel="tile",
+        block_m=block_m,
+        block_n=block_n,
+        split_k=_split(shape, block_n, m_tiles, 2 * target.num_sms),
+        num_stages=_stages(target, 3),
+        scaling="centered",
+        join=4,
+    )
 
 
 def _stages(target: KernelTarget, on_hopper: int) -> int:
@@ -152,12 +167,12 @@ def _stages(target: KernelTarget, on_hopper: int) -> int:
     return on_hopper if target.arch >= 90 else 2
 
 
-def _split(shape: tuple[int, int], tiles: int, num_programs: int) -> int:
-    """Splits of K, a power of two, that bring `tiles` near `num_programs` programs.
+def _split(shape: tuple[int, int], block_n: int, m_tiles: int, num_programs: int) -> int:
+    """Splits of K, a power of two, that bring the tiles near `num_programs` programs.
 
     A split keeps at least four K-blocks: it costs a round trip of float32 sums.
     """
-    split = 1
+    tiles, split = -(-shape[0] // block_n) * m_tiles, 1
     while tiles * split * 2 <= num_programs and shape[1] // 128 // (split * 2) >= 4:
         split *= 2
     return split
