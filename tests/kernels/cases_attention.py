@@ -104,7 +104,7 @@ def prefill(name: str, *, kv: str = "plain", windowed: bool = False, **options: 
             **shared(kv, windowed, 4, 128),
             "ROWS": 128,
             "TILE": 64,
-            "WHOLE_TILE": 64,
+            "WHOLE_TILE": 128,
             "UNIFORM": windowed,
         },
         overrides={
@@ -113,7 +113,7 @@ def prefill(name: str, *, kv: str = "plain", windowed: bool = False, **options: 
         },
         aligned=("q_stride",),
         num_warps=8,
-        num_stages=2,
+        num_stages=3,
         expects={"sm90": ("wgmma.mma_async",)},
         **options,
     )

@@ -125,7 +125,10 @@ def prefill_tile(batch: PagedBatch, target: KernelTarget) -> PrefillTile:
         return PrefillTile(rows=64, keys=32, whole_keys=32, num_warps=4, num_stages=2)
     if batch.head_dim > 128:
         return PrefillTile(rows=128, keys=64, whole_keys=64, num_warps=8, num_stages=2)
-    return PrefillTile(rows=128, keys=64, whole_keys=64, num_warps=8, num_stages=3)
+    if batch.pool_dtype == torch.int8:
+        # Widening and two scales per key take registers: a larger tile would spill.
+        return PrefillTile(rows=64, keys=128, whole_keys=128, num_warps=4, num_stages=2)
+    return PrefillTile(rows=128, keys=64, whole_keys=128, num_warps=8, num_stages=3)
 
 
 def _with_shares(plan: TritonPlan) -> TritonPlan:
