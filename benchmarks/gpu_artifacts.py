@@ -51,7 +51,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        parts = [Path(self.shape).stem, self.scheme]
+        parts = [Path(self.shape).name.removesuffix(".json"), self.scheme]
         parts += [f"g{self.group}"] if self.group is not None else []
         parts += [f"head-{self.lm_head}"] if self.lm_head != "bf16" else []
         parts += [f"{self.layers}-layers"] if self.layers is not None else []

@@ -1,8 +1,8 @@
 """The engine's speed on one artifact: one process, one load, all batches in it.
 
 Decode is *steady*: `batch` sequences of random tokens, greedy, end-of-text ignored, no prefix
-cache; the clock runs from the step in which the last of them has started to the first that ends.
-Graphs and kernels of a batch size are made by a short run of that size beforehand.
+cache; the clock runs from the step in which the last of them has started to the last one before any
+ends. Graphs and kernels of a batch size are made by a short run of that size beforehand.
 """
 
 from __future__ import annotations
@@ -116,18 +116,24 @@ class Driver:
             check(self.engine.step())
 
     def steady(self, batch: int, input_len: int, output_len: int) -> Steady:
-        """Tokens from the step after the last start to the first end."""
+        """Tokens from the step after the last start to the one before the first end.
+
+        The step in which a sequence ends is not counted: what runs behind has launched a smaller
+        one by then, and may have captured a graph for it.
+        """
         began = time.perf_counter()
         names = self.add(batch, input_len, output_len)
         self.until_started(names)
         marks, num_tokens, has_ended = [time.perf_counter()], 0, False
-        while not has_ended and self.engine.has_work:
+        while self.engine.has_work:
             output = self.engine.step()
             check(output)
+            has_ended = any(reason is not None for reason in output.finish_reasons)
+            if has_ended:
+                break
             marks.append(time.perf_counter())
             num_tokens += len(output.token_ids)
-            has_ended = any(reason is not None for reason in output.finish_reasons)
-        if not has_ended:
+        if not has_ended or not num_tokens:
             raise RuntimeError("a sequence ended before the last one had started: no steady decode")
         self.drain()
         steps = [1000 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]

@@ -39,7 +39,7 @@ def test_engine_and_start(folder: Path) -> None:
     decode = found["engine", "decode_tok_s", 3, None]
     assert (decode["extra"]["input"], decode["extra"]["output"]) == (24, 8)
     assert decode["extra"]["group"] == 128
-    assert decode["extra"]["steps"] == 7
+    assert decode["extra"]["steps"] == 6
     assert all(row["value"] > 0 for row in rows)
     assert {r["commit"] for r in rows} == {"test"}
     phases = list(found["start", "startup_s", 1, "cold"]["extra"]["phases"].values())

@@ -59,12 +59,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     return scripted
 
 
-def test_steady_runs_from_the_last_start_to_the_first_end(engine: Scripted) -> None:
+def test_steady_runs_from_the_last_start_to_before_the_first_end(engine: Scripted) -> None:
     """Three prompts start in steps 1 to 3; the first sequence has had 3 of its 7 tokens then."""
     found = Driver(engine).steady(3, 5, 7)  # type: ignore[arg-type]
-    assert (found.num_tokens, found.seconds) == (3 * 4, 4 * 0.25)
+    assert (found.num_tokens, found.seconds) == (3 * 3, 3 * 0.25)
     assert found.tok_s == 12
-    assert found.step_ms == (250,) * 4
+    assert found.step_ms == (250,) * 3
     assert found.total_s == 3 * 1.0 + 6 * 0.25
     assert not engine.has_work
 
