@@ -94,7 +94,7 @@ def test_names_are_unique() -> None:
 def test_targets_are_known() -> None:
     for _, case in CASES:
         assert set(case.targets) <= set(ALL_TARGETS), case.name
-        assert set(case.overrides) <= set(case.targets), case.name
+        assert set(case.overrides) | set(case.target_options) <= set(ALL_TARGETS), case.name
         assert set(case.expects) <= set(case.targets), case.name
 
 
