@@ -73,9 +73,9 @@ class Account:
 
     Attributes:
         total: of the device. weights: packed weights and tables. kv: the KV pools.
-        workspace: what a step takes at its worst: activations, logits, sampling, log-probs.
+        workspace: what a step has in use at its worst: activations, logits, sampling, log-probs.
         graphs: set aside for captured decode steps. outside: the context and other processes.
-        left: what nobody may use: beyond the utilization, and what is smaller than a block.
+        left: beyond the utilization: what the allocator loses between the pieces comes from here.
     """
 
     total: int

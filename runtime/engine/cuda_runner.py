@@ -135,9 +135,14 @@ class CudaRunner:
         return self.decoder.logits(hidden_RH)
 
     @torch.inference_mode()
-    def run_worst_step(self) -> int:
+    def run_worst_step(self) -> None:
         """See `Readiness.run_worst_step`; needs no more than one block of KV."""
-        return self._readiness.run_worst_step()
+        self._readiness.run_worst_step()
+
+    @torch.inference_mode()
+    def graph_bytes(self) -> int:
+        """See `Readiness.graph_bytes`; 0 where nothing can be captured."""
+        return self._readiness.graph_bytes() if self.has_kernels else 0
 
     @torch.inference_mode()
     def make_ready(self) -> bool:

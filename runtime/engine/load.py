@@ -260,9 +260,9 @@ def _pool_facts(sizing: CudaRunner | None, model: ModelFacts, config: EngineConf
         return cpu_pool(available_host_bytes())
     facts = cuda_pool(
         sizing.run_worst_step,
+        (lambda: 0) if config.enforce_eager else sizing.graph_bytes,
         sizing.decoder.device,
         config.gpu_memory_utilization,
-        has_graphs=sizing.has_kernels and not config.enforce_eager,
     )
     # The pools hold one block more than they hand out.
     return replace(facts, pool_bytes=max(0, facts.pool_bytes - model.block_bytes))

@@ -1,9 +1,9 @@
 """How much memory the KV pool may take on this machine. Measures; decides nothing.
 
-On a GPU the pool gets what the utilization leaves after the weights, the worst step, the graphs and
-what lies outside of torch. What the worst step took stays with torch's allocator, so that no later
-step has to ask the device for more. On a CPU the limit of the control group counts as well as the
-machine's.
+On a GPU the pool gets what the utilization leaves after the weights, what the worst step has in use
+at once, the graphs and what lies outside of torch. What torch's allocator loses between the pieces
+comes out of what the utilization leaves to nobody; where that is not enough the allocator gives
+back what it keeps. On a CPU the limit of the control group counts as well as the machine's.
 """
 
 from __future__ import annotations
@@ -33,48 +33,49 @@ def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _
 
 
 def cuda_pool(
-    run_worst_step: Callable[[], int],
+    run_worst_step: Callable[[], None],
+    graph_bytes: Callable[[], int],
     device: torch.device,
     utilization: float,
-    *,
-    has_graphs: bool,
 ) -> PoolFacts:
     """What a device's pool may take, by running the worst step that can come.
 
-    `run_worst_step` gives the bytes that graphs take, which are captured later if `has_graphs`.
+    `graph_bytes` says what graphs will take, which are captured later.
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated(device)
-    graphs = run_worst_step()
+    torch.cuda.reset_peak_memory_stats(device)
+    run_worst_step()
     torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
     free, total = torch.cuda.mem_get_info(device)
     return pool_facts(
         total=total,
-        free=free,
+        outside=total - free - torch.cuda.memory_reserved(device),
         weights=weights,
-        reserved=torch.cuda.memory_reserved(device),
-        graphs=graphs if has_graphs else 0,
+        workspace=peak - weights,
+        graphs=graph_bytes(),
         utilization=utilization,
     )
 
 
 def pool_facts(
-    *, total: int, free: int, weights: int, reserved: int, graphs: int, utilization: float
+    *, total: int, outside: int, weights: int, workspace: int, graphs: int, utilization: float
 ) -> PoolFacts:
-    """The account of a device, all in bytes: `reserved` by torch, `weights` of it in use."""
-    used = total - free
+    """The account of a device, all in bytes, as in `Account`."""
+    taken = outside + weights + workspace + graphs
     return PoolFacts(
-        pool_bytes=max(0, int(total * utilization) - used - graphs),
+        pool_bytes=max(0, int(total * utilization) - taken),
         reason=f"{utilization:.0%} of the device less weights, the worst step and graphs",
         account=Account(
             total=total,
             weights=weights,
             kv=0,
-            workspace=reserved - weights,
+            workspace=workspace,
             graphs=graphs,
-            outside=used - reserved,
-            left=free - graphs,
+            outside=outside,
+            left=total - taken,
         ),
     )
 

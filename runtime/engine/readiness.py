@@ -73,11 +73,8 @@ class Readiness:
             [*lengths, limits.max_num_batched_tokens],
         )
 
-    def run_worst_step(self) -> int:
-        """Run the largest steps, so that their memory and kernels are there.
-
-        Returns the bytes that graphs take, if all are captured.
-        """
+    def run_worst_step(self) -> None:
+        """Run the largest steps, so that their memory and kernels are there."""
         limits = self._limits
         rare = self._rare_memory()
         logits_RV = self._steps.blank_prompt(
@@ -87,7 +84,6 @@ class Readiness:
         del logits_RV, rare, adjusted
         for kind in FIRST:
             self._steps.run_padding(limits.max_num_seqs, kind)
-        return self._graph_bytes()
 
     def proceed(self) -> bool:
         """Do one piece of what is left; False once nothing is.
@@ -116,8 +112,8 @@ class Readiness:
         num_bytes = 2 * num_rows * vocab + num_rows * vocab // 8
         return [torch.empty(num_bytes, dtype=torch.uint8, device=self._device)]
 
-    def _graph_bytes(self) -> int:
-        """The activations of one decode step of the largest size, and each graph's own."""
+    def graph_bytes(self) -> int:
+        """What graphs will take: the activations of the largest decode step, and each one's own."""
         num_rows = self._limits.max_num_seqs
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)

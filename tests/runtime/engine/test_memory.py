@@ -19,7 +19,7 @@ GB = 10**9
 
 def test_the_pool_gets_what_the_utilization_leaves() -> None:
     facts = pool_facts(
-        total=150 * GB, free=140 * GB, weights=6 * GB, reserved=9 * GB, graphs=GB // 2,
+        total=150 * GB, outside=GB, weights=6 * GB, workspace=3 * GB, graphs=GB // 2,
         utilization=0.9,
     )  # fmt: skip
     assert facts.pool_bytes == int(124.5 * GB)
@@ -32,7 +32,7 @@ def test_the_pool_gets_what_the_utilization_leaves() -> None:
 
 def test_another_process_may_leave_no_room() -> None:
     facts = pool_facts(
-        total=80 * GB, free=5 * GB, weights=6 * GB, reserved=7 * GB, graphs=0, utilization=0.9
+        total=80 * GB, outside=70 * GB, weights=6 * GB, workspace=GB, graphs=0, utilization=0.9
     )
     assert facts.pool_bytes == 0
 
