@@ -58,13 +58,12 @@ def gemv(name: str, *, groups: int, half: str = "bf16", asymmetric: bool = False
     pointers = {"x_ptr": half, "codes_ptr": "i32", "scale_ptr": half, "out_ptr": half}
     pointers |= {"zero_ptr": "u8"} if asymmetric else {}
     constants = {
+        "BLOCK_N": 4,
         "BLOCK_K": 128,
-        "KBS": 4,
+        "KBS": 32,
         "GROUPS": groups,
-        "CHUNK": 32,
         "EVEN_K": True,
-        "STAGES": 4,
-        "PREFETCH": True,
+        "USE_PTX": True,
         "PDL": True,
         "bias_ptr": None,
         **({} if asymmetric else {"zero_ptr": None}),
@@ -75,10 +74,8 @@ def gemv(name: str, *, groups: int, half: str = "bf16", asymmetric: bool = False
         signature={key: f"*{kind}" for key, kind in pointers.items()}
         | dict.fromkeys(("N", "K", "num_kb"), "i32"),
         constexprs=constants,
-        overrides={card: {"PREFETCH": False, "PDL": False} for card in ("sm80", "gfx942")},
+        overrides={"sm80": {"PDL": False}, "gfx942": {"PDL": False, "USE_PTX": False}},
         aligned=("N", "K"),
-        # With one scale per row triton 3.9 reserves a frame that no instruction touches.
-        max_spill_bytes=0 if groups else 192,
     )
 
 

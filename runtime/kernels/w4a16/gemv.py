@@ -1,10 +1,10 @@
-"""One row of inputs times a 4-bit weight, without tensor cores: bytes are what it costs.
+"""One row of inputs times a 4-bit weight, without tensor cores: bytes should be what it costs.
 
-A program owns sixteen rows of weights and all of K, in memory one run of bytes; so its sums stay in
-registers and meet once, at the end. Two neighbouring words of `pack.py`'s order are read as one of
-32 bits, in which a code is five instructions from a product: shifted to bits 16..19 and or-ed into
-the float32 128.0 it *is* 128 + code, exactly. The excess is the same for every code of a group, so
-it leaves by the group's sum of inputs, once per program.
+A program owns a few rows of weights and all of K; a thread holds the same inputs for each of its
+rows. Programs are many and short: loads of the next ones hide behind the products of these, and the
+first weights are in registers before the inputs exist. Two neighbouring words of `pack.py`'s order
+are read as one of 32 bits; a code shifted to bits 16..19 and or-ed into the float32 128.0 *is*
+128 + code, exactly, and the excess leaves by the sum of the inputs.
 
 Imports triton; `runtime.kernels.w4a16.launch` imports this only where it launches.
 """
@@ -15,16 +15,27 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from runtime.kernels.w4a16.kernel import ROWS, prefetch_l2
+from runtime.kernels.w4a16.kernel_parts import ROWS
 
 EXCESS = tl.constexpr(128)
 
 
 @triton.jit
-def plus_excess(words, LEFT: tl.constexpr):
-    """The code that `LEFT` bits of shifting (right if negative) bring to bit 16, + EXCESS."""
+def plus_excess(words, magic, LEFT: tl.constexpr, USE_PTX: tl.constexpr):
+    """The code that `LEFT` bits of shifting (right if negative) bring to bit 16, + EXCESS.
+
+    `magic`: the bits of float32 EXCESS. One `lop3` can hold one of the two constants; with both
+    written out the assembler makes it two.
+    """
     shifted = words << LEFT if LEFT > 0 else words >> (0 - LEFT)
-    return ((shifted & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
+    if USE_PTX:
+        bits = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x000f0000, $2, 0xea;", "=r,r,r", [shifted, magic],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        bits = (shifted & 0x000F0000) | magic
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -40,50 +51,6 @@ def halves(pairs, dtype: tl.constexpr):
 
 
 @triton.jit
-def sum_of_inputs(x_ptr, K, num_kb, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr):
-    """Of all K inputs, float32."""
-    sums = tl.zeros([CHUNK], tl.float32)
-    for first in tl.range(0, num_kb, CHUNK, num_stages=1):
-        at = (first + tl.arange(0, CHUNK))[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        sums += tl.sum(tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32), axis=1)
-    return tl.sum(sums, axis=0)
-
-
-@triton.jit
-def excess_of_groups(
-    x_ptr, scales, zeros, K, num_groups, GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-):  # fmt: skip
-    """[ROWS] float32: what EXCESS and zero points add up to, over all groups of the inputs."""
-    row = tl.arange(0, ROWS)
-    k = tl.arange(0, GROUP)
-    total = tl.zeros([ROWS], tl.float32)
-    for first in tl.range(0, num_groups, CHUNK, num_stages=1):
-        g = first + tl.arange(0, CHUNK)
-        at = g[:, None] * GROUP + k[None, :]
-        x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
-        sums = tl.sum(x, axis=1)
-        at = g[:, None] * ROWS + row[None, :]
-        there = (g < num_groups)[:, None]
-        s = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
-        offset = tl.full([CHUNK, ROWS], EXCESS + 8, tl.float32)
-        if not SYMMETRIC:
-            offset = tl.load(zeros + at, mask=there, other=0).to(tl.float32) + EXCESS
-        total += tl.sum(s * offset * sums[:, None], axis=0)
-    return total
-
-
-@triton.jit
-def load_pairs(pairs_ptr, kb, u, K, num_kb, WIDTH: tl.constexpr, EVEN_K: tl.constexpr):
-    """Inputs [KBS, WIDTH] of each plane of these K-blocks, two in a word; zeros behind the last."""
-    at = (kb + u)[:, None] * (4 * WIDTH) + tl.arange(0, WIDTH)[None, :]
-    values = (load_plane(pairs_ptr, at, kb + u, K, num_kb, EVEN_K),)
-    for p in tl.static_range(1, 4):
-        values = values + (load_plane(pairs_ptr, at + p * WIDTH, kb + u, K, num_kb, EVEN_K),)
-    return values
-
-
-@triton.jit
 def load_plane(pairs_ptr, at, block, K, num_kb, EVEN_K: tl.constexpr):
     """A mask that is the same for a whole K-block leaves loads 16 bytes wide."""
     if EVEN_K:
@@ -91,6 +58,55 @@ def load_plane(pairs_ptr, at, block, K, num_kb, EVEN_K: tl.constexpr):
     else:
         pairs = tl.load(pairs_ptr + at, mask=at * 2 < K, other=0)
     return pairs
+
+
+@triton.jit
+def load_groups(pointers, block, num_kb, PER_BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+    """Scales (or zero points) [KBS, BLOCK_N] of each group of these K-blocks."""
+    there = (block < num_kb)[:, None]
+    at = pointers + block[:, None] * (GROUPS * ROWS)
+    values = (tl.load(at, mask=there, other=0),)
+    for g in tl.static_range(1, PER_BLOCK):
+        values = values + (tl.load(at + g * ROWS, mask=there, other=0),)
+    return values
+
+
+@triton.jit
+def offset_of(zeros, g: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """EXCESS + zero point."""
+    offset = tl.full(zeros[g].shape, EXCESS + 8, tl.float32)
+    if not SYMMETRIC:
+        offset = zeros[g].to(tl.float32) + EXCESS
+    return offset
+
+
+@triton.jit
+def add_products(
+    acc, words, s, z, pairs_ptr, block, K, num_kb, dtype: tl.constexpr, PER_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, EVEN_K: tl.constexpr, SYMMETRIC: tl.constexpr, USE_PTX: tl.constexpr,
+):  # fmt: skip
+    """acc [KBS, BLOCK_N, WIDTH] + scale * (code - zero point) * input, of these K-blocks."""
+    WIDTH: tl.constexpr = words.shape[2]
+    PLANES: tl.constexpr = 4 // PER_BLOCK
+    magic = tl.full([1, 1, 1], 0x43000000, tl.int32)
+    first = block[:, None] * (4 * WIDTH) + tl.arange(0, WIDTH)[None, :]
+    for g in tl.static_range(PER_BLOCK):
+        part = tl.zeros(words.shape, tl.float32)
+        inputs = tl.zeros([words.shape[0], WIDTH], tl.float32)
+        for p in tl.static_range(PLANES):
+            at = first + (g * PLANES + p) * WIDTH
+            low, high = halves(load_plane(pairs_ptr, at, block, K, num_kb, EVEN_K), dtype)
+            inputs += low + high
+            at_16 = plus_excess(words, magic, 16 - 4 * (g * PLANES + p), USE_PTX)
+            part += at_16 * low[:, None, :]
+            at_16 = plus_excess(words, magic, 0 - 4 * (g * PLANES + p), USE_PTX)
+            part += at_16 * high[:, None, :]
+        part -= offset_of(z, g, SYMMETRIC)[:, :, None] * inputs[:, None, :]
+        if GROUPS > 0:
+            acc += s[g].to(tl.float32)[:, :, None] * part
+        else:
+            acc += part
+    return acc
 
 
 @triton.jit
@@ -104,79 +120,60 @@ def gemv_kernel(
     N,
     K,
     num_kb,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     KBS: tl.constexpr,
     GROUPS: tl.constexpr,
-    CHUNK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out [N] = w x + bias. Grid: one program for each ROWS rows of weights.
+    """out [N] = w x + bias. Grid: one program for each BLOCK_N (at most ROWS) rows of weights.
 
     codes_ptr points to 32-bit words [R, num_kb, ROWS, BLOCK_K / 8]. KBS: K-blocks a step. GROUPS:
-    scales per K-block, 0 for one per row. CHUNK: groups whose inputs are summed at once. EVEN_K:
-    BLOCK_K divides K. STAGES: steps whose loads are under way, through shared memory: ptxas moves
-    loads into registers behind the products that should hide them. PREFETCH: ask all codes and
-    scales into L2 before waiting.
+    scales per K-block, 0 for one per row. EVEN_K: BLOCK_K divides K.
     """
     if PDL:
         gdc_launch_dependents()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     WIDTH: tl.constexpr = BLOCK_K // 8
     PER_BLOCK: tl.constexpr = GROUPS if GROUPS > 0 else 1
-    PLANES: tl.constexpr = 4 // PER_BLOCK
     SYMMETRIC: tl.constexpr = zero_ptr is None
-    block = tl.program_id(0).to(tl.int64)
+    SHARES: tl.constexpr = ROWS // BLOCK_N
+    sixteen = (tl.program_id(0) // SHARES).to(tl.int64)
+    row = tl.program_id(0) % SHARES * BLOCK_N + tl.arange(0, BLOCK_N)
     u = tl.arange(0, KBS)
-    row = tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
     inner = u[:, None, None] * (ROWS * WIDTH) + row[None, :, None] * WIDTH + c[None, None, :]
-    codes = codes_ptr + block * num_kb * (ROWS * WIDTH)
+    codes = codes_ptr + sixteen * num_kb * (ROWS * WIDTH)
     num_groups = num_kb * GROUPS if GROUPS > 0 else 1
-    scales = scale_ptr + block * num_groups * ROWS
-    zeros = scales if SYMMETRIC else zero_ptr + block * num_groups * ROWS
-    if PREFETCH:
-        prefetch_l2(codes, num_kb * (ROWS * WIDTH * 4))
-        prefetch_l2(
-            scales, num_groups * (ROWS * scale_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        )
+    scales = scale_ptr + sixteen * num_groups * ROWS + row[None, :]
+    zeros = scales if SYMMETRIC else zero_ptr + sixteen * num_groups * ROWS + row[None, :]
+    words = tl.load(codes + inner, mask=(u < num_kb)[:, None, None], other=0)
+    s = load_groups(scales, u, num_kb, PER_BLOCK, GROUPS)
+    z = s if SYMMETRIC else load_groups(zeros, u, num_kb, PER_BLOCK, GROUPS)
     if PDL:
         gdc_wait()
     pairs_ptr = x_ptr.to(tl.pointer_type(tl.int32))
-    if GROUPS > 0:
-        excess = excess_of_groups(
-            x_ptr, scales, zeros, K, num_groups, BLOCK_K // PER_BLOCK, CHUNK, SYMMETRIC
-        )
-    else:
-        inputs = sum_of_inputs(x_ptr, K, num_kb, BLOCK_K, CHUNK)
-    acc = tl.zeros([KBS, ROWS, WIDTH], tl.float32)
-    for kb in tl.range(0, num_kb, KBS, num_stages=STAGES):
-        there = (kb + u < num_kb)[:, None, None]
+    acc = tl.zeros([KBS, BLOCK_N, WIDTH], tl.float32)
+    acc = add_products(
+        acc, words, s, z, pairs_ptr, u, K, num_kb, dtype, PER_BLOCK, GROUPS, EVEN_K, SYMMETRIC,
+        USE_PTX,
+    )  # fmt: skip
+    for kb in tl.range(KBS, num_kb, KBS, num_stages=1):
+        block = kb + u
+        there = (block < num_kb)[:, None, None]
         words = tl.load(codes + kb * (ROWS * WIDTH) + inner, mask=there, other=0)
-        pairs = load_pairs(pairs_ptr, kb, u, K, num_kb, WIDTH, EVEN_K)
-        for g in tl.static_range(PER_BLOCK):
-            part = tl.zeros([KBS, ROWS, WIDTH], tl.float32)
-            for p in tl.static_range(PLANES):
-                low, high = halves(pairs[g * PLANES + p], dtype)
-                part += plus_excess(words, 16 - 4 * (g * PLANES + p)) * low[:, None, :]
-                part += plus_excess(words, 0 - 4 * (g * PLANES + p)) * high[:, None, :]
-            if GROUPS > 0:
-                at = (kb + u)[:, None] * (GROUPS * ROWS) + g * ROWS + row[None, :]
-                s = tl.load(scales + at, mask=(kb + u < num_kb)[:, None], other=0.0)
-                acc += s.to(tl.float32)[:, :, None] * part
-            else:
-                acc += part
+        s = load_groups(scales, block, num_kb, PER_BLOCK, GROUPS)
+        z = s if SYMMETRIC else load_groups(zeros, block, num_kb, PER_BLOCK, GROUPS)
+        acc = add_products(
+            acc, words, s, z, pairs_ptr, block, K, num_kb, dtype, PER_BLOCK, GROUPS, EVEN_K,
+            SYMMETRIC, USE_PTX,
+        )  # fmt: skip
     y = tl.sum(tl.sum(acc, axis=2), axis=0)
-    n = block * ROWS + row
-    if GROUPS > 0:
-        y -= excess
-    else:
-        offset = tl.full([ROWS], EXCESS + 8, tl.float32)
-        if not SYMMETRIC:
-            offset = tl.load(zeros + row).to(tl.float32) + EXCESS
-        y = tl.load(scales + row).to(tl.float32) * (y - offset * inputs)
+    n = (sixteen * ROWS + row).to(tl.int32)
+    if GROUPS == 0:
+        y *= tl.load(scale_ptr + n).to(tl.float32)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < N)

@@ -40,16 +40,15 @@ def _launch_gemv(
     (num_rows, width), target = x_TK.shape, target_of(x_TK.device)
     assert num_rows == 1
     assert width % 2 == 0
-    gemv_kernel[(weight.codes.shape[0],)](
+    gemv_kernel[(weight.codes.shape[0] * (ROWS // tile.block_n),)](
         *(x_TK, weight.codes.view(torch.int32), weight.scale, weight.zero_point, bias, out_TN),
         *(weight.shape[0], width, weight.num_blocks),
+        BLOCK_N=tile.block_n,
         BLOCK_K=weight.block_k,
         KBS=tile.k_blocks,
         GROUPS=weight.groups_per_block,
-        CHUNK=32,
         EVEN_K=width % weight.block_k == 0,
-        STAGES=tile.num_stages,
-        PREFETCH=tile.prefetch > 0 and target.has_pdl,
+        USE_PTX=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
         **({"launch_pdl": True} if target.has_pdl else {}),

@@ -25,8 +25,7 @@ class Tile:
     split_tail: only the tiles beyond the last full wave of programs are split ("tile" only).
     join: planes of a K-block in one matrix product ("tile" only): fewer waits, more registers.
     max_registers: a limit per thread, so that more programs share a multiprocessor.
-    prefetch: K-blocks of a program's weights that are asked into L2 before it waits for inputs;
-        for "gemv" all of them or none.
+    prefetch: K-blocks of a program's weights that are asked into L2 before it waits for inputs.
     k_blocks: K-blocks of a step ("gemv" only).
     """
 
@@ -41,7 +40,7 @@ class Tile:
     join: Literal[1, 2, 4] = 1
     max_registers: int | None = None
     prefetch: int = 32
-    k_blocks: int = 4
+    k_blocks: int = 32
 
     def can_gate(self, out: int) -> bool:
         """The tile can take half its rows from each half of a weight of `out` rows."""
@@ -127,7 +126,7 @@ def rule(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
     unpacks while the other multiplies. More: the weight is dequantized once for all rows.
     """
     if num_rows == 1 and shape[1] % 2 == 0:
-        return Tile(kernel="gemv", num_warps=4)
+        return Tile(kernel="gemv", block_n=4, k_blocks=32, num_warps=4)
     if num_rows <= 8:
         split = _split(shape, 32, 1, 4 * target.num_sms)
         return Tile(kernel="warp", block_m=8, block_n=32, split_k=split)
