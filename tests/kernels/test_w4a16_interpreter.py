@@ -103,7 +103,8 @@ def test_every_kernel_matches_the_reference(
         got = launch(x_TK, packed, bias, tile)
         error = (got.float() - expected).norm() / expected.norm()
         assert error < 6e-4, f"{tile}: {error:.1e}"
-        assert torch.equal(got, launch(x_TK, packed, bias, tile))
+        if tile.split_k > 1:
+            assert torch.equal(got, launch(x_TK, packed, bias, tile))
     assert not options.workspace.counters(64).any()
 
 
