@@ -52,6 +52,5 @@ def test_the_banner_and_the_card_say_by_which_gates(tmp_path: Path) -> None:
         judged = ServedModel(model.client, text, info)
         shown = printed(render_banner(judged, URL), soft_wrap=False)
         assert "verdict accepted by own gates (sha256 abcd)" in shown
-        assert "deterministic" not in shown
         assert judged.card()["weighbridge"]["gates"] == "own gates (sha256 abcd)"
         assert isinstance(curl_example("m", URL, False), Text)
