@@ -134,6 +134,8 @@ def logits(decoder: Decoder, kv_dtype: str, *, on_device: bool) -> torch.Tensor:
     kv = KVCache(decoder.spec, 8, BLOCK, kv_dtype, CPU)
     for pool in kv.pools:
         pool.view(torch.uint8)[:-1] = 255
+    for scales in kv.token_scales or []:
+        scales[:-1] = float("nan")
     return torch.cat(
         [
             decoder.logits(decoder.forward(step_inputs(spans, on_device=on_device), kv))
