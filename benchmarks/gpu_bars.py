@@ -96,7 +96,7 @@ BARS = (
         batch=1, must=3, goal=1, vllm=None, is_lower_better=True, is_strict=True),
 )  # fmt: skip
 _LENGTHS = {"decode_tok_s": (1024, 256), "prefill_tok_s": (2048, 1), "ttft_ms": (2048, 1)}
-_GROUPS = {"w4a16": 128}
+_GROUPS = {"w4a16": 128, "fp8": "channel", "w8a8": "channel"}
 
 
 def counts(row: Mapping[str, Any], bar: Bar) -> bool:
@@ -131,7 +131,7 @@ def render(rows: Iterable[dict[str, Any]]) -> str:
     for bar, row in figures(rows):
         ours, where = "not measured", ""
         if row is not None:
-            ours, where = _shown_value(bar, row["value"]), f"{row['date'][:10]}, {row['commit']}"
+            ours, where = _shown_value(bar, row["value"]), f"{row['date'][:10]}, {row['commit'][:8]}"
         lines.append(
             f"| {bar.label} | {_number(bar.must)} | {_number(bar.goal)} | {bar.vllm or '-'} "
             f"| {ours} | {where} |"
