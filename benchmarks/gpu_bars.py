@@ -131,7 +131,8 @@ def render(rows: Iterable[dict[str, Any]]) -> str:
     for bar, row in figures(rows):
         ours, where = "not measured", ""
         if row is not None:
-            ours, where = _shown_value(bar, row["value"]), f"{row['date'][:10]}, {row['commit'][:8]}"
+            ours = _shown_value(bar, row["value"])
+            where = f"{row['date'][:10]}, {row['commit'][:8]}"
         lines.append(
             f"| {bar.label} | {_number(bar.must)} | {_number(bar.goal)} | {bar.vllm or '-'} "
             f"| {ours} | {where} |"
