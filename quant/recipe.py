@@ -43,7 +43,7 @@ from quant.artifact.scheme import (
 )
 from quant.errors import RecipeError
 from quant.located_yaml import KeyPath, LocatedYaml, parse_yaml
-from quant.recipe_errors import Finding, explain_validation, render_findings
+from quant.recipe_errors import Finding, explain_validation, place, render_findings
 
 MethodName = Literal["none", "rtn", "gptq"]
 SchemeName = Literal["dense", "w4a16", "w8a16", "w8a8", "fp8"]
@@ -229,8 +229,8 @@ class Recipe(_Section):
         return _resolve(self, None)
 
     def where(self, *path: str | int) -> str:
-        """`file:line` of a key, for messages about it."""
-        return self._located.where(path)
+        """`file:line` of a key, or the flag that replaced it, for messages about it."""
+        return place(path, self._located, self._cli_overrides)
 
 
 def matches(pattern: str, module: str) -> bool:

@@ -57,12 +57,21 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def place(path: KeyPath, located: LocatedYaml, changed: Mapping[str, Any]) -> str:
+    """Where a value comes from: `file:line`, or `--flag` for what the caller changed."""
+    key = _plain(path)
+    if key in changed:
+        return f"--{key.rpartition('.')[2].replace('_', '-')} (over {located.name})"
+    return located.where(path)
+
+
 def _line(path: KeyPath, message: str, located: LocatedYaml, changed: Mapping[str, Any]) -> str:
-    dotted = ".".join(str(part) for part in path if isinstance(part, str))
-    if dotted in changed:
-        flag = dotted.rpartition(".")[2].replace("_", "-")
-        return f"--{flag} (over {located.name}): {message}"
-    return f"{located.where(path)}: {_dotted(path)}{message}"
+    dotted = "" if _plain(path) in changed else _dotted(path)
+    return f"{place(path, located, changed)}: {dotted}{message}"
+
+
+def _plain(path: KeyPath) -> str:
+    return ".".join(part for part in path if isinstance(part, str))
 
 
 def _dotted(path: KeyPath) -> str:

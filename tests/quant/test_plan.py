@@ -154,6 +154,9 @@ def test_a_tied_head_has_no_scheme_of_its_own() -> None:
     message = fault(GOOD + "lm_head: w8a16\n", tie_word_embeddings=True)
     assert "r.yaml:3: lm_head: found w8a16" in message
     assert "write `lm_head: dense`" in message
+    recipe = Recipe.parse(GOOD + "lm_head: dense\n", "r.yaml").with_overrides({"lm_head": "w8a16"})
+    with pytest.raises(PlanError, match=r"--lm-head \(over r.yaml\): lm_head: found w8a16"):
+        make_plan(recipe, shapes(64, 128, 1), 1, {"tie_word_embeddings": True})
 
 
 def test_quantized_sources_and_experts_are_refused() -> None:
