@@ -50,6 +50,7 @@ class KVType(StrEnum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     fp8 = "fp8"
+    int8 = "int8"
 
 
 class ArtifactFirst(TyperGroup):
@@ -184,7 +185,7 @@ def judge(
         KVType,
         typer.Option(
             metavar="TYPE",
-            help="KV cache: auto (follows the artifact), float32, bfloat16, float16 or fp8.",
+            help="KV cache: auto (follows the artifact), float32, bfloat16, float16, fp8 or int8.",
         ),
     ] = KVType.auto,
     threads: Annotated[

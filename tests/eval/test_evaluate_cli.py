@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
 
 from eval import cli
+from runtime.config import KVCacheDType
 
 
 def call(*arguments: str) -> int:
@@ -35,6 +36,10 @@ def test_help_is_quick_and_complete() -> None:
     for word in ("--base", "--gates", "--suite", "--no-stamp", "Exit codes", "WEIGHBRIDGE_CACHE",
                  "0 accepted, 1 rejected, 2 wrong usage, 3 inconclusive"):  # fmt: skip
         assert word in " ".join(done.stdout.split()), word
+
+
+def test_every_kv_cache_the_server_runs_can_be_judged() -> None:
+    assert {kind.value for kind in cli.KVType} == set(get_args(KVCacheDType))
 
 
 def test_no_arguments_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
