@@ -206,6 +206,12 @@ def changes_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     shapes = ", ".join(SHAPES)
@@ -223,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lm-head", choices=["dense", "w8a16"], help="the output head")
     parser.add_argument("--kv-cache", choices=["none", "fp8"], help="fp8 stores scales")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="of scales and dense tensors")
-    parser.add_argument("--workers", type=int, help="shards written at a time")
+    parser.add_argument("--workers", type=_count, help="shards written at a time")
     parser.add_argument("--overwrite", action="store_true", help="replace an artifact at --out")
     return parser
 

@@ -175,3 +175,14 @@ def test_the_command_line_says_what_it_made_or_why_not(
     assert "already holds an artifact" in capsys.readouterr().err
     assert main([*command, "--overwrite", "--group-size", "64"]) == 2
     assert "scales whole channels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", ["0", "-1", "two"])
+def test_a_nonsense_number_of_workers_leaves_nothing(
+    shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
+) -> None:
+    command = ["--shape", shape, "--recipe", "fp8", "--out", str(tmp_path / "a")]
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--workers", workers])
+    assert f"'{workers}' is not a whole number from 1 on" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
