@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -56,6 +57,22 @@ def test_recipes_and_data_are_found_from_the_wheel(installed: Path, tmp_path: Pa
     for line in run_away_from_the_clone(installed, tmp_path, code).splitlines():
         assert Path(line).is_relative_to(installed), line
         assert Path(line).is_file(), line
+
+
+def test_every_tile_table_is_found_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    tables = sorted((REPO / "runtime" / "kernels" / "tiles").glob("*.json"))
+    assert tables
+    for table in tables:
+        (op, problems), *_ = json.loads(table.read_text()).items()
+        (problem, by_rows), *_ = problems.items()
+        rows = min(by_rows, key=int)
+        code = (
+            "import runtime.kernels.tiles as t; print(t.__file__);"
+            f"print(t.lookup('NVIDIA {table.stem.upper()}', {op!r}, {problem!r}, {rows}))"
+        )
+        file, found = run_away_from_the_clone(installed, tmp_path, code).splitlines()
+        assert Path(file).is_relative_to(installed)
+        assert found == str(by_rows[rows])
 
 
 def test_the_wheel_holds_the_packages_and_no_tests(wheel: Path) -> None:
