@@ -246,13 +246,18 @@ def _others(problem: Problem, rows: int, target: KernelTarget) -> Iterator[Tile]
 
 
 def staged_bytes(op: Op, tile: Tile) -> int:
-    """Shared memory of the blocks of inputs and weights under way; what else a kernel needs there
-    is found out when it is launched."""
-    if tile.kernel in ("gemv", "warp", "dense", "torch"):
+    """Shared memory of the blocks of inputs and weights under way; what little else a kernel needs
+    there is found out when it is launched. Of W4A16 it is what Triton allots on sm_90, less up to
+    4 KB: weights pass through registers, and a "warp" has blocks of its own."""
+    if tile.kernel in ("gemv", "dense", "torch"):
         return 0
-    block_k = W4A16_BLOCK_K if isinstance(tile, W4Tile) else tile.block_k
-    inputs = tile.block_m * INPUT_BYTES[op]
-    return (inputs + tile.block_n * WEIGHT_BITS[op] // 8) * block_k * tile.num_stages
+    inputs, weights = tile.block_m * INPUT_BYTES[op], tile.block_n * WEIGHT_BITS[op] // 8
+    under_way = tile.num_stages - 1
+    if tile.kernel == "warp":
+        return (inputs + weights) * W4A16_BLOCK_K * under_way * tile.num_warps
+    if isinstance(tile, W4Tile):
+        return (inputs * tile.num_stages + weights * under_way) * W4A16_BLOCK_K
+    return (inputs + weights) * tile.block_k * tile.num_stages
 
 
 # What a kernel reads of a tile; the rest would be noise in a table.

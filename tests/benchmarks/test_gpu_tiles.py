@@ -103,6 +103,25 @@ def test_smaller_cards_get_smaller_tiles(op: Op) -> None:
     assert len(found) < len(candidates(problem, rows, H200, H200_SHARED_BYTES))
 
 
+@pytest.mark.parametrize(
+    ("kernel", "block_m", "block_n", "num_warps", "num_stages", "compiled"),
+    [
+        ("tile", 128, 256, 8, 4, 183296),
+        ("tile", 64, 128, 4, 4, 90624),
+        ("tile", 16, 64, 4, 3, 20480),
+        ("warp", 16, 64, 4, 4, 99328),
+        ("warp", 8, 32, 2, 4, 24832),
+    ],
+)
+def test_shared_memory_is_what_the_compiler_allots(
+    kernel: str, block_m: int, block_n: int, num_warps: int, num_stages: int, compiled: int
+) -> None:
+    """Never more, or tiles that fit would be left out. The figures are those of sm_90."""
+    sizes = {"block_m": block_m, "block_n": block_n, "num_warps": num_warps}
+    tile = tile_of("w4a16", {"kernel": kernel, "num_stages": num_stages, **sizes})
+    assert compiled - 4096 <= staged_bytes("w4a16", tile) <= compiled
+
+
 def test_what_won_so_far_is_a_candidate() -> None:
     """And every entry is spelled just as the tool would spell it."""
     for problem, rows, tile in entries():
