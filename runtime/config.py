@@ -110,5 +110,6 @@ class ResolvedConfig:
     vocab_size: int
     artifact_digest: str
     enforce_eager: bool = False
+    verify: Literal["full", "fast"] = "full"
     account: Account | None = None
     reasons: dict[str, str] = field(default_factory=dict)

@@ -52,6 +52,12 @@ class PoolFacts:
     account: Account | None = None
 
 
+_VERIFIED = {
+    "full": "every byte of the artifact was hashed",
+    "fast": "as asked: sizes and headers only; bytes altered on disk go unnoticed",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
     """The largest step: sequences and tokens. `reasons` as in ResolvedConfig."""
@@ -115,6 +121,7 @@ def resolve(
     for name in ("long_prefill_token_threshold", "block_size", "enable_prefix_caching",
                  "deterministic", "enforce_eager", "seed"):  # fmt: skip
         reasons[name] = _said(config, name)
+    reasons["verify"] = _VERIFIED[config.verify]
     return ResolvedConfig(
         device=numerics.device,
         dtype=numerics.dtype,
@@ -132,6 +139,7 @@ def resolve(
         vocab_size=model.vocab,
         artifact_digest=model.digest,
         enforce_eager=config.enforce_eager,
+        verify=config.verify,
         account=_with_pool(pool.account, num_blocks * model.block_bytes),
         reasons=reasons,
     )

@@ -48,6 +48,14 @@ def test_every_value_has_a_reason_and_a_row() -> None:
     assert all(shown and reason for _, shown, reason in rows)
 
 
+def test_the_table_says_what_a_fast_start_did_not_check() -> None:
+    rows = {name: (value, why) for name, value, why in describe(resolved(verify="fast"))}
+    assert rows["verify"][0] == "fast"
+    assert "bytes altered on disk go unnoticed" in rows["verify"][1]
+    rows = {name: (value, why) for name, value, why in describe(resolved())}
+    assert rows["verify"] == ("full", "every byte of the artifact was hashed")
+
+
 def test_numerics_follow_device_and_artifact() -> None:
     def pick(has_cuda: bool, artifact: str, fp8: bool = False, **said: Any) -> tuple[str, str, str]:
         found = resolve_numerics(
