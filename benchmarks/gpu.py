@@ -9,7 +9,8 @@
 
 Artifacts are random weights of the shape (benchmarks.synth), made below --artifacts where they are
 missing. Rows are appended to --out as they are measured, so a run cut short keeps what it has. The
-exit code is 1 when a part failed. Nothing but a whole model on the reference card counts for the
+exit code is 1 when a part failed, 2 for a device that is not there or a file of results with a row
+that is none. Nothing but a whole model on the reference card counts for the
 table: a run with --layers, another shape or a quantized head is reported beside it.
 """
 
@@ -28,9 +29,10 @@ from typing import Any
 from benchmarks.gpu_artifacts import RECIPES, Subject, artifact_of
 from benchmarks.gpu_bars import BARS, BEGIN, END, render, standing
 from benchmarks.gpu_profile import describe as describe_profile
-from benchmarks.gpu_rows import REPO, SUITES, append, origin, problems, read
+from benchmarks.gpu_rows import REPO, SUITES, BadRow, append, origin, problems, read
 from benchmarks.gpu_rows import Subject as RowSubject
 from benchmarks.gpu_worker import Spec
+from quant.errors import QuantError
 
 RESULTS = REPO / "benchmarks" / "results" / "gpu.jsonl"
 ALL_BATCHES = (1, 8, 32, 64, 128, 256)
@@ -301,6 +303,14 @@ def _pair(text: str) -> tuple[int, int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
+    try:
+        return _act(args)
+    except (QuantError, BadRow) as error:
+        say(f"error: {error}")
+        return 2
+
+
+def _act(args: argparse.Namespace) -> int:
     if args.action == "table":
         table(args.out, args.into)
         return 0
@@ -308,6 +318,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         text, all_met = standing(read(args.out) if args.out.is_file() else [])
         print(text)
         return 0 if all_met else 1
+    from quant.machine import check_device
+
+    check_device(args.device)
     run = Run(args)
     for suite in args.only:
         RUNNERS[suite](run)

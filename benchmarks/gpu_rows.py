@@ -38,6 +38,10 @@ KEY_EXTRAS = ("group", "lm_head", "input", "output", "cache", "layers", "n", "k"
               "context", "deterministic")  # fmt: skip
 
 
+class BadRow(ValueError):
+    """A line of a file of results is no good row."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """Where figures were taken: the card, versions of what computes, the project's commit."""
@@ -98,6 +102,8 @@ def problems(found: Mapping[str, Any]) -> list[str]:
         wrong.append(f"suite {found['suite']!r}")
     if UNITS.get(found["metric"]) != found["unit"]:
         wrong.append(f"metric {found['metric']!r} in {found['unit']!r}")
+    if not isinstance(found["extra"], dict):
+        wrong.append(f"extra {found['extra']!r}")
     numbers = [found["value"], *found["repeats"]]
     if len(numbers) < 2 or not all(_is_figure(number) for number in numbers):
         wrong.append(f"value {found['value']!r} of {found['repeats']!r}")
@@ -121,13 +127,16 @@ def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All rows of a JSON Lines file; ValueError names the line that is no good row."""
+    """All rows of a JSON Lines file; BadRow names the line that is no good row."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        found = json.loads(line)
-        wrong = problems(found)
+        try:
+            found = json.loads(line)
+            wrong = problems(found)
+        except (ValueError, TypeError) as error:
+            wrong = [f"no row ({error})"]
         if wrong:
-            raise ValueError(f"{path.name}, line {number}: {'; '.join(wrong)}")
+            raise BadRow(f"{path.name}, line {number}: {'; '.join(wrong)}")
         rows.append(found)
     return rows
 

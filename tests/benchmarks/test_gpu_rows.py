@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_bars import BARS, BEGIN, END, Bar, figures, render, standing
 from benchmarks.gpu_rows import (
     REPO,
+    BadRow,
     Origin,
     Subject,
     append,
@@ -61,14 +63,34 @@ def test_a_row_is_the_median_of_its_repeats() -> None:
         ({"unit": "s"}, "metric"),
         ({"date": "2026-11-29T12:00:00"}, "time zone"),
         ({"extras": {}}, "unknown field"),
+        ({"extra": []}, "extra []"),
     ],
 )
 def test_a_bad_row_is_told(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
     bad = {**measured(), **change}
     assert complaint in "; ".join(problems(bad))
     append(tmp_path / "rows.jsonl", [measured(), bad])
-    with pytest.raises(ValueError, match="line 2"):
+    with pytest.raises(BadRow, match="line 2"):
         read(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("action", ["table", "bars"])
+@pytest.mark.parametrize("text", ["{", "[]", "7", '"x"', "", '{"suite": 1}', "null"])
+def test_a_line_that_is_no_row_is_told_by_its_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str, text: str
+) -> None:
+    append(tmp_path / "rows.jsonl", [measured()])
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(f"{text}\n")
+    assert gpu.main([action, "--out", str(tmp_path / "rows.jsonl")]) == 2
+    assert "error: rows.jsonl, line 2: no " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_nothing_is_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--out", str(tmp_path / "rows.jsonl"), "--artifacts", str(tmp_path)]) == 2
+    assert "error: --device cuda: not usable here" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_newest_row_of_a_key_counts() -> None:
