@@ -257,21 +257,28 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         default=("decode", "prefill", "profile"),
                         help="of the engine suite: decode,prefill,profile")  # fmt: skip
     parser.add_argument("--shape", default="llama-3.1-8b", help="a shape of synth, or tiny")
-    parser.add_argument("--layers", type=int, help="only so many layers; never counts")
-    parser.add_argument("--group", type=int, help="group size of w4a16 (default: 128)")
-    parser.add_argument("--lm-head", default="bf16", help="scheme of the head (default: bf16)")
+    parser.add_argument("--layers", type=_count, help="only so many layers; never counts")
+    parser.add_argument("--group", type=_count, help="group size of w4a16 (default: 128)")
+    parser.add_argument(
+        "--lm-head",
+        default="bf16",
+        choices=["bf16", "w8a16"],
+        help="scheme of the head (default: bf16)",
+    )
     parser.add_argument("--deterministic", action="store_true", help="batch-invariant kernels")
     parser.add_argument("--tokens", type=_pair, default=(1024, 256), metavar="IN/OUT",
                         help="lengths of decodes (default: 1024/256)")  # fmt: skip
     parser.add_argument("--prefill", type=_pair, default=(16, 2048), metavar="N/LEN",
                         help="prompts and their length (default: 16/2048)")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=3, help="of prompts and small decodes")
+    parser.add_argument("--repeats", type=_count, default=3, help="of prompts and small decodes")
     parser.add_argument("--repeat-below", type=int, default=64, metavar="BATCH",
                         help="decodes of so many run once (default: 64)")  # fmt: skip
-    parser.add_argument("--starts", type=int, default=1, help="cold and warm starts (default: 1)")
+    parser.add_argument(
+        "--starts", type=_count, default=1, help="cold and warm starts (default: 1)"
+    )
     parser.add_argument("--profile-batches", type=_numbers, default=(1,),
                         help="batches to look at with the profiler (default: 1)")  # fmt: skip
-    parser.add_argument("--profile-steps", type=int, default=48)
+    parser.add_argument("--profile-steps", type=_count, default=48)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--artifacts", type=Path, default=REPO / ".cache" / "synth")
     parser.add_argument("--commit", help="commit to record (default: asked of git)")
@@ -292,13 +299,21 @@ def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     return names
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(_count(part) for part in text.split(","))
 
 
 def _pair(text: str) -> tuple[int, int]:
-    first, second = text.split("/")
-    return int(first), int(second)
+    numbers = text.split("/")
+    if len(numbers) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two whole numbers such as 16/2048")
+    return _count(numbers[0]), _count(numbers[1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

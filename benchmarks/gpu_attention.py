@@ -131,6 +131,8 @@ def measure(
     origin: Origin, say: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row per case and KV type; one that fails is named and left out."""
+    if shape not in SHAPES:
+        raise ValueError(f"no attention of shape {shape!r}; known: {', '.join(SHAPES)}")
     for kv_dtype in kv_dtypes:
         for case in cases:
             try:

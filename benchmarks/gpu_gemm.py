@@ -52,6 +52,8 @@ def measure(
     origin: Origin, group: int | None, say: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row per scheme, shape, M and contender. Contenders that fail are named and left out."""
+    if shape not in SHAPES:
+        raise ValueError(f"no GEMMs of shape {shape!r}; known: {', '.join(SHAPES)}")
     options = KernelOptions(workspace=Workspace(device), deterministic=False)
     for scheme in schemes:
         for n, k in SHAPES[shape]:

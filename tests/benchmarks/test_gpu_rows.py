@@ -188,3 +188,27 @@ def test_committed_results_are_good_and_readme_shows_them() -> None:
     if BEGIN not in page:
         pytest.skip("README has no results region yet")
     assert render(rows) in page, "run: python -m benchmarks.gpu table --into README.md"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--layers 0", "--repeats 0", "--batches 1,0", "--tokens 8", "--prefill 2/x", "--group -1",
+     "--lm-head int4", "--starts two"],
+)  # fmt: skip
+def test_nonsense_flags_are_refused_by_name(capsys: pytest.CaptureFixture[str], flags: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(flags.split())
+    flag, _ = flags.split()
+    assert f"argument {flag}: " in capsys.readouterr().err
+
+
+def test_a_shape_without_kernels_to_measure_is_a_failed_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    flags = ["--device", "cpu", "--shape", "moon", "--commit", "test", "--out", str(out)]
+    assert gpu.main([*flags, "--only", "gemm,attention"]) == 1
+    told = capsys.readouterr().err
+    assert "ValueError: no GEMMs of shape 'moon'; known: llama-3.1-8b" in told
+    assert "ValueError: no attention of shape 'moon'; known: llama-3.1-8b" in told
+    assert not out.exists()
