@@ -13,6 +13,8 @@ from quant.artifact.artifact import Artifact, open_artifact
 from quant.artifact.errors import ManifestError
 from quant.artifact.manifest import MANIFEST_NAME
 
+_SYNTHETIC = "synth:"  # how `quantize` names a source of random weights
+
 
 def open_judgeable(path: Path) -> Artifact:
     """Open the artifact at `path` and check that it is what its recipe set out to make.
@@ -62,8 +64,13 @@ def require_unchanged(artifact: Artifact) -> None:
 
 
 def source_of(artifact: Artifact) -> str:
-    """The path of the model the artifact was made from; UsageError when it is gone."""
+    """The path of the model the artifact was made from; UsageError when it is gone or random."""
     path = artifact.manifest.source.path
+    if path.startswith(_SYNTHETIC):
+        raise UsageError(
+            f"{artifact.path} is made of random weights ({path}), good for speed and memory only; "
+            "there is no quality to judge"
+        )
     if not Path(path).expanduser().exists():
         raise UsageError(
             f"the base that {artifact.path} was made from, {path}, is not there any more; "

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.synth import main, synthesize
+from eval.cli import main as evaluate
 from quant.api import quantize
 from quant.artifact.artifact import open_artifact, verify
 from quant.errors import QuantError
@@ -186,3 +187,12 @@ def test_a_nonsense_number_of_workers_leaves_nothing(
         main([*command, "--workers", workers])
     assert f"'{workers}' is not a whole number from 1 on" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_random_weights_have_no_quality_to_judge(
+    shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    synthesize(shape, "w8a16", tmp_path / "a", device="cpu")
+    with pytest.raises(SystemExit, match="2"):
+        evaluate([str(tmp_path / "a")])
+    assert "made of random weights (synth:" in " ".join(capsys.readouterr().err.split())
