@@ -64,6 +64,11 @@ def serve(
     is taken before anything is loaded.
     """
     _check_api_key(config.api_key)
+    if config.require_accepted and engine_config.verify != "full":
+        raise ConfigError(
+            "--require-accepted: a verdict is about bytes, and --verify fast does not hash them; "
+            "leave --verify at full"
+        )
     with contextlib.closing(bind(config.host, config.port)) as listener:
         opened = open_for_serving(artifact)
         if config.require_accepted:

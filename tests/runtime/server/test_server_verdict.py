@@ -78,4 +78,10 @@ def test_require_accepted_compares_what_really_runs(
     monkeypatch.setattr(type(opened), "stamp", stamp(compute_dtype="bfloat16"))
     config = ServerConfig(port=0, require_accepted=True)
     with pytest.raises(ConfigError, match="judged by other numerics: compute_dtype bfloat16"):
-        serve(art, EngineConfig(verify="fast"), config, lambda model, url: None)
+        serve(art, EngineConfig(), config, lambda model, url: None)
+
+
+def test_require_accepted_hashes_the_bytes_it_was_accepted_for(tmp_path: Path) -> None:
+    config = ServerConfig(port=0, require_accepted=True)
+    with pytest.raises(ConfigError, match="verify fast does not hash"):
+        serve(tmp_path, EngineConfig(verify="fast"), config, lambda model, url: None)
