@@ -53,9 +53,7 @@ def launch_gemv(product: Product, tile: Tile, out: Tensor, target: KernelTarget)
 
 def launch_gemm(product: Product, tile: Tile, out: Tensor, target: KernelTarget) -> None:
     num_rows, num_channels, width = product.shape
-    split_k = triton.cdiv(triton.cdiv(width, tile.block_k), tile.splits) * tile.block_k
-    splits = triton.cdiv(width, split_k)
-    num_tiles = triton.cdiv(num_channels, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
+    split_k, splits, num_tiles = shares(product, tile)
     partials, counters = scratch(product, splits, num_tiles, tile)
     row_bytes = width * product.w_NK.element_size()
     gemm[(num_tiles * splits,)](
@@ -85,6 +83,14 @@ def launch_gemm(product: Product, tile: Tile, out: Tensor, target: KernelTarget)
     )
 
 
+def shares(product: Product, tile: Tile) -> tuple[int, int, int]:
+    """(columns of K a split takes, splits that have any, tiles of the result)."""
+    num_rows, num_channels, width = product.shape
+    split_k = triton.cdiv(triton.cdiv(width, tile.block_k), tile.splits) * tile.block_k
+    num_tiles = triton.cdiv(num_channels, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
+    return split_k, triton.cdiv(width, split_k), num_tiles
+
+
 def scratch(
     product: Product, splits: int, num_tiles: int, tile: Tile
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -104,9 +110,7 @@ def exact_every(product: Product, tile: Tile) -> int | None:
 
 def launch_tma(product: Product, tile: Tile, out: Tensor, target: KernelTarget) -> None:
     num_rows, num_channels, width = product.shape
-    split_k = triton.cdiv(triton.cdiv(width, tile.block_k), tile.splits) * tile.block_k
-    splits = triton.cdiv(width, split_k)
-    num_tiles = triton.cdiv(num_channels, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
+    split_k, splits, num_tiles = shares(product, tile)
     partials, counters = scratch(product, splits, num_tiles, tile)
     num_units = num_tiles * splits
     num_programs = min(num_units, tile.per_sm * target.num_sms)
