@@ -146,7 +146,7 @@ def make_step(
     for s, (count, seq_len) in enumerate(zip(counts, seq_lens, strict=True)):
         blocks, order = order[:count], order[count:]
         tables[s, :count] = blocks
-        rows = torch.arange(count * shape.block_size).view(count, -1) < seq_len
+        rows = torch.arange(count * shape.block_size).view(count, shape.block_size) < seq_len
         is_stored[blocks] = rows
     unused = ~is_stored.cuda()[:, None, None, :].expand(size[:-1])
     head_scales = token_scales = None
