@@ -259,10 +259,11 @@ def test_a_captured_call_follows_its_inputs() -> None:
     with torch.cuda.stream(stream):
         draw()
     torch.cuda.synchronize()
-    workspace.freeze()
+    settled = workspace.num_bytes
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         captured = draw()
+    assert workspace.num_bytes == settled
     seen = set()
     for step in range(6):
         tensors.num_generated_N.fill_(step)
