@@ -58,6 +58,8 @@ from runtime.cli_options import (
 from runtime.config import ConfigError, DType, EngineConfig, KVCacheDType
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from runtime.api import LLM
     from runtime.server.app import ServedModel
 
@@ -173,6 +175,7 @@ def serve_command(
         probe=_unless("probe", no_probe, probe), seed=seed, num_threads=num_threads,
     )  # fmt: skip
     _check(artifact)
+    from runtime.server.banner import loading_line
     from runtime.server.serve import ServerConfig, serve
 
     server_config = ServerConfig(
@@ -181,7 +184,13 @@ def serve_command(
         require_accepted=require_accepted,
     )  # fmt: skip
     err_console.print(f"loading {artifact.name} ...", style="dim")
-    raise typer.Exit(serve(artifact, engine_config, server_config, _announcer(bool(api_key))))
+    with err_console.status("opening") as status:
+        announce = _announcer(bool(api_key), status)
+        code = serve(
+            artifact, engine_config, server_config, announce,
+            lambda loading: status.update(loading_line(loading)),
+        )  # fmt: skip
+    raise typer.Exit(code)
 
 
 @app.command("generate")
@@ -343,10 +352,11 @@ def _is_for_users(error: Exception) -> bool:
     return type(error).__module__.split(".")[0] in {"quant", "runtime"}
 
 
-def _announcer(has_key: bool) -> Callable[[ServedModel, str], None]:
+def _announcer(has_key: bool, status: Status) -> Callable[[ServedModel, str], None]:
     from runtime.server.banner import curl_example, render_banner
 
     def announce(model: ServedModel, url: str) -> None:
+        status.stop()
         out_console.print(render_banner(model, url))
         out_console.print(curl_example(model.info.name, url, has_key), "", sep="\n", soft_wrap=True)
 

@@ -13,6 +13,7 @@ means the engine itself is broken.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from hashlib import sha256
@@ -32,6 +33,7 @@ from runtime.engine.score import Score, ScoreItem, score_items
 from runtime.engine.sequence import Sequence, Status
 from runtime.engine.step_cost import StepCost
 from runtime.engine.validation import Bounds, check_can_go_on, check_request, max_length
+from runtime.model.loader import LoadProgress
 from runtime.request import (
     Completion,
     EngineStats,
@@ -92,8 +94,13 @@ class Engine:
         self._collected_s = 0.0
 
     @classmethod
-    def from_artifact(cls, path: Path, config: EngineConfig = EngineConfig()) -> Engine:  # noqa: B008
-        """Open, verify, load and probe the artifact at `path`.
+    def from_artifact(
+        cls,
+        path: Path,
+        config: EngineConfig = EngineConfig(),  # noqa: B008
+        progress: Callable[[LoadProgress], None] | None = None,
+    ) -> Engine:
+        """Open, verify, load and probe the artifact at `path`; `progress` is told of each layer.
 
         Raises:
             ArtifactError: the artifact is damaged, unknown or of another format version.
@@ -101,7 +108,7 @@ class Engine:
             ConfigError: a setting cannot be honoured.
             ProbeError: the loaded model does not compute what the artifact's probe says.
         """
-        loaded = load(path, config)
+        loaded = load(path, config, progress)
         return cls(loaded.decoder, loaded.kv, loaded.resolved, loaded.artifact, loaded.runner)
 
     @property

@@ -6,6 +6,7 @@ Nothing is served that was not checked: bytes by the artifact's digests, arithme
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from runtime.kernels.backend import uses_triton
 from runtime.kernels.workspace import KernelOptions, Workspace
 from runtime.model.decoder import Decoder
 from runtime.model.kv_cache import KVCache
-from runtime.model.loader import load_decoder
+from runtime.model.loader import LoadProgress, load_decoder
 from runtime.model.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,8 +60,12 @@ class Loaded:
     startup: Startup
 
 
-def load(path: Path, config: EngineConfig) -> Loaded:
-    """Raises ArtifactError (ProbeError included), UnsupportedModelError or ConfigError."""
+def load(
+    path: Path, config: EngineConfig, progress: Callable[[LoadProgress], None] | None = None
+) -> Loaded:
+    """`progress` is told after each layer.
+
+    Raises ArtifactError (ProbeError included), UnsupportedModelError or ConfigError."""
     clock = StartupClock()
     clock.lap("imports")
     artifact = open_artifact(path, verify="fast")
@@ -81,6 +86,7 @@ def load(path: Path, config: EngineConfig) -> Loaded:
         dtype=DTYPES[numerics.dtype],
         options=KernelOptions(workspace=Workspace(device), deterministic=config.deterministic),
         digests=artifact.tensor_digests() if config.verify == "full" else None,
+        progress=progress,
     )
     clock.lap("weights")
     facts = _model_facts(artifact, decoder.spec, numerics, config)

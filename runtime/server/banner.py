@@ -13,6 +13,7 @@ from rich.text import Text
 from runtime.config import ResolvedConfig
 from runtime.engine.resolve import describe
 from runtime.server.app import ServedModel
+from runtime.server.messages import Loading
 
 _VERDICT_STYLE = {"accepted": "bold green", "rejected": "bold red"}
 _HIDDEN = {"artifact_digest", "vocab_size"}
@@ -50,6 +51,12 @@ def _verdict(model: ServedModel) -> Text:
     if info.warning is not None:
         line.append(f"\nwarning: {info.warning}", style="yellow")
     return line
+
+
+def loading_line(loading: Loading) -> str:
+    """What a terminal shows of a start that is under way."""
+    done = f"{loading.layers} of {loading.num_layers} layers loaded"
+    return f"{done}; checking" if loading.layers == loading.num_layers else done
 
 
 def curl_example(name: str, url: str, api_key: bool) -> Text:

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from runtime.config import ConfigError
 from runtime.request import FinishReason, Request, StepOutput, TokenLogprobs
 from runtime.server.engine_process import EngineFactory, main
-from runtime.server.messages import Commands, Ready, StartFailed, StepMessage
+from runtime.server.messages import Commands, Loading, Ready, StartFailed, StepMessage
 
 logger = logging.getLogger(__name__)
 
@@ -323,8 +323,10 @@ def gather_rows(output: StepOutput) -> dict[str, Rows]:
     return gathered
 
 
-def start_process(factory: EngineFactory) -> tuple[Connection, BaseProcess, Ready]:
-    """Spawn the engine process and wait until it is loaded.
+def start_process(
+    factory: EngineFactory, watch: Callable[[Loading], None] = lambda _: None
+) -> tuple[Connection, BaseProcess, Ready]:
+    """Spawn the engine process and wait until it is loaded; `watch` is told how far it is.
 
     ConfigError: the child refused the artifact or a setting. EngineStartError: it failed otherwise.
     """
@@ -334,7 +336,8 @@ def start_process(factory: EngineFactory) -> tuple[Connection, BaseProcess, Read
     process.start()
     theirs.close()
     try:
-        answer = ours.recv()
+        while isinstance(answer := ours.recv(), Loading):
+            watch(answer)
     except EOFError:
         process.join()
         raise EngineStartError(

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from runtime.config import EngineConfig, ResolvedConfig
 from runtime.request import EngineStats, Request, RequestError, StepOutput
-from runtime.server.messages import Commands, Ready, StartFailed, StepMessage
+from runtime.server.messages import Commands, Loading, Ready, StartFailed, StepMessage
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +39,21 @@ class EngineLike(Protocol):
     def make_ready(self) -> bool: ...
 
 
-EngineFactory = Callable[[], tuple[EngineLike, dict[str, str]]]  # the engine and its numerics
+Report = Callable[[Loading], None]
+# The engine and its numerics; it reports while it loads.
+EngineFactory = Callable[[Report], tuple[EngineLike, dict[str, str]]]
 
 
-def load_engine(path: Path, config: EngineConfig) -> tuple[EngineLike, dict[str, str]]:
+def load_engine(
+    path: Path, config: EngineConfig, report: Report
+) -> tuple[EngineLike, dict[str, str]]:
     """The real factory. Imports the engine here so that only the child pays for it."""
     from runtime.engine import numerics
     from runtime.engine.engine import Engine
 
-    engine = Engine.from_artifact(path, config)
+    engine = Engine.from_artifact(
+        path, config, lambda it: report(Loading(layers=it.layers, num_layers=it.num_layers))
+    )
     return engine, numerics(engine)
 
 
@@ -57,7 +63,7 @@ def main(connection: Connection, factory: EngineFactory) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
-        engine, numerics = factory()
+        engine, numerics = factory(connection.send)
     except Exception as error:
         connection.send(_start_failure(error))
         sys.exit(2)

@@ -21,6 +21,14 @@ class Commands:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """Child to parent, any number of times before Ready: `layers` of `num_layers` are in place."""
+
+    layers: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     """Child to parent, once: the engine is loaded. `numerics` is what a stamp is compared with."""
 

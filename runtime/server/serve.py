@@ -24,6 +24,7 @@ from runtime.config import ConfigError, EngineConfig
 from runtime.server.app import ModelInfo, ServedModel, create_app
 from runtime.server.engine_client import EngineClient, start_process
 from runtime.server.engine_process import EngineFactory, load_engine
+from runtime.server.messages import Loading
 from runtime.server.verdict import judge, open_for_serving, refuse_unless_accepted
 from runtime.text import TextProcessor
 
@@ -53,10 +54,15 @@ class ServerConfig:
 
 
 Announce = Callable[[ServedModel, str], None]  # called once the URL answers
+Watch = Callable[[Loading], None]  # called as layers come into place, before that
 
 
 def serve(
-    artifact: Path, engine_config: EngineConfig, config: ServerConfig, announce: Announce
+    artifact: Path,
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    announce: Announce,
+    watch: Watch = lambda _: None,
 ) -> int:
     """Serve an artifact until told to stop; returns the exit code.
 
@@ -92,7 +98,7 @@ def serve(
                 gates=None if opened.stamp is None else judged_by(opened.stamp),
             )
 
-        return run_server(listener, text, factory, describe, config, announce)
+        return run_server(listener, text, factory, describe, config, announce, watch)
 
 
 def run_server(
@@ -102,9 +108,10 @@ def run_server(
     describe: Callable[[dict[str, str]], ModelInfo],
     config: ServerConfig,
     announce: Announce,
+    watch: Watch = lambda _: None,
 ) -> int:
     """Start the engine process and serve it on `listener`. No orphan survives this call."""
-    connection, process, ready = start_process(factory)
+    connection, process, ready = start_process(factory, watch)
     try:
         max_num_seqs = ready.resolved.max_num_seqs
         queued = 4 * max_num_seqs if config.max_num_queued is None else config.max_num_queued

@@ -22,7 +22,9 @@ from typer import rich_utils
 
 from runtime.api import LLM
 from runtime.cli import app, main
-from runtime.config import ConfigError
+from runtime.config import ConfigError, EngineConfig
+from runtime.server.engine_process import load_engine
+from runtime.server.messages import Loading
 
 REPO = Path(__file__).parents[2]
 RUN = [sys.executable, "-c", "from runtime.cli import main; main()"]
@@ -233,6 +235,15 @@ def test_chat_reads_piped_lines(
     assert "(forgotten)" in printed
     assert "unknown command /wat" in printed
     assert "never" not in printed
+
+
+def test_the_real_engine_reports_its_layers(art: Path) -> None:
+    heard: list[Loading] = []
+    config = EngineConfig(device="cpu", num_gpu_blocks_override=24, probe=False)
+    engine, _ = load_engine(art, config, heard.append)
+    assert not engine.has_work
+    num_layers = heard[-1].num_layers
+    assert heard == [Loading(layers=n + 1, num_layers=num_layers) for n in range(num_layers)]
 
 
 @pytest.fixture(scope="module")

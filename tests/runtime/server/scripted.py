@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ from runtime.request import (
     StepOutput,
     TokenLogprobs,
 )
+from runtime.server.messages import Loading
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,17 @@ class Script:
     refuse_to_load: str | None = None
 
 
-def make_engine(script: Script) -> tuple[ScriptedEngine, dict[str, str]]:
+def make_engine(
+    script: Script, report: Callable[[Loading], None] = lambda _: None
+) -> tuple[ScriptedEngine, dict[str, str]]:
+    for layers in (1, 2):
+        report(Loading(layers=layers, num_layers=2))
     if script.refuse_to_load is not None:
         raise ValueError(script.refuse_to_load)
     return ScriptedEngine(script), {"device_class": "cpu", "compute_dtype": "float32"}
 
 
-def die_while_loading() -> NoReturn:
+def die_while_loading(report: Callable[[Loading], None]) -> NoReturn:
     os._exit(7)
 
 

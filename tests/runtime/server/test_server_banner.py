@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from runtime.server.app import ModelInfo, ServedModel
-from runtime.server.banner import curl_example, render_banner
+from runtime.server.banner import curl_example, loading_line, render_banner
+from runtime.server.messages import Loading
 from runtime.text import TextProcessor
 from tests.runtime.server.in_process import served
 from tests.runtime.server.scripted import Script
@@ -54,3 +55,8 @@ def test_the_banner_and_the_card_say_by_which_gates(tmp_path: Path) -> None:
         assert "verdict accepted by own gates (sha256 abcd)" in shown
         assert judged.card()["weighbridge"]["gates"] == "own gates (sha256 abcd)"
         assert isinstance(curl_example("m", URL, False), Text)
+
+
+def test_a_start_shows_its_layers() -> None:
+    lines = [loading_line(Loading(layers=n, num_layers=32)) for n in (1, 32)]
+    assert lines == ["1 of 32 layers loaded", "32 of 32 layers loaded; checking"]

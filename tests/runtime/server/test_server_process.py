@@ -25,6 +25,7 @@ import pytest
 
 from runtime.config import ConfigError
 from runtime.server.engine_client import EngineStartError, start_process
+from runtime.server.messages import Commands, Loading
 from runtime.server.serve import bind
 from runtime.text import TextProcessor
 from tests.runtime.server.scripted import Script, die_while_loading, make_engine
@@ -218,6 +219,20 @@ def test_an_engine_that_cannot_load_says_why() -> None:
         start_process(partial(make_engine, Script(refuse_to_load="bad shard")))
     with pytest.raises(EngineStartError, match="died while loading"):
         start_process(die_while_loading)
+
+
+def test_the_parent_hears_how_far_loading_is() -> None:
+    heard: list[Loading] = []
+    connection, process, ready = start_process(partial(make_engine, Script()), heard.append)
+    try:
+        assert heard == [Loading(layers=n, num_layers=2) for n in (1, 2)]
+        assert ready.resolved.device == "cpu"
+        connection.send(Commands(shutdown=True))
+        process.join(timeout=10)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        connection.close()
 
 
 def test_the_openai_client_is_happy(shared: Server) -> None:
