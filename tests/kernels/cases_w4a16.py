@@ -79,11 +79,70 @@ def gemv(name: str, *, groups: int, half: str = "bf16", asymmetric: bool = False
     )
 
 
+def few(name: str, *, half: str = "bf16", asymmetric: bool = False, **given: Any) -> CompileCase:
+    """Inputs and weights in registers: on NVIDIA only the sums of warps use shared memory."""
+    constants = {
+        "BLOCK_K": 128,
+        "GROUPS": 1,
+        "SPLIT_K": 1,
+        "EVEN_K": True,
+        "WHOLE": True,
+        "ONCE": True,
+        "AHEAD": False,
+        "ACT": None,
+        "USE_PTX": True,
+        "PDL": True,
+        "bias_ptr": None,
+        **({} if asymmetric else {"zero_ptr": None}),
+        **given,
+    }
+    pointers = {"x_ptr": half, "codes_ptr": "i16", "scale_ptr": half, "out_ptr": half}
+    pointers |= {"zero_ptr": "u8"} if asymmetric else {}
+    pointers |= {"partials_ptr": "fp32", "counters_ptr": "i32"}
+    return CompileCase(
+        name=name,
+        kernel="runtime.kernels.w4a16.few:few_rows",
+        signature={key: f"*{kind}" for key, kind in pointers.items()}
+        | dict.fromkeys(("M", "N", "K", "num_kb"), "i32"),
+        constexprs=constants,
+        overrides={"sm80": {"PDL": False}, "gfx942": {"PDL": False, "USE_PTX": False}},
+        aligned=("N", "K"),
+        num_warps=given["WARPS"],
+        expects={"sm90": ("mma.sync.aligned.m16n8k16", ".v4.b32 {")},
+    )
+
+
 WGMMA = {"sm90": ("wgmma.mma_async",)}
 COMPILE_CASES = [
     gemv("gemv-g128", groups=1),
     gemv("gemv-g32-asym-fp16", groups=4, half="fp16", asymmetric=True),
     gemv("gemv-channel", groups=0),
+    few("few-once", BLOCK_M=8, TILES=2, WARPS=8, STEP=4),
+    few(
+        "few-gate-up-ahead",
+        BLOCK_M=16,
+        TILES=2,
+        WARPS=4,
+        STEP=2,
+        ONCE=False,
+        AHEAD=True,
+        ACT="silu",
+    ),
+    few(
+        "few-g32-asym-ragged",
+        half="fp16",
+        asymmetric=True,
+        BLOCK_M=8,
+        TILES=1,
+        WARPS=4,
+        STEP=2,
+        BLOCK_K=64,
+        GROUPS=2,
+        SPLIT_K=2,
+        EVEN_K=False,
+        WHOLE=False,
+        ONCE=False,
+    ),
     linear("warp-m1", "warp_kernel", BLOCK_M=8, BLOCK_N=16, WARPS=4),
     linear("warp-gate-up", "warp_kernel", BLOCK_M=8, BLOCK_N=32, WARPS=4, ACT="silu"),
     linear(

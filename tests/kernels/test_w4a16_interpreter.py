@@ -76,6 +76,10 @@ def test_packing_keeps_every_weight(weight: QuantizedWeight, dtype: torch.dtype)
 SHAPES = [(64, 256, 128), (40, 192, 64), (48, 96, 32), (33, 100, None), (80, 576, 64)]
 TILES = [
     (1, Tile(kernel="gemv", block_n=4, k_blocks=2)),
+    (1, Tile(kernel="few", block_m=8, block_n=16, num_warps=4, num_stages=1, k_blocks=4)),
+    (3, Tile(kernel="few", block_m=8, block_n=32, num_warps=1, num_stages=1, k_blocks=1)),
+    (9, Tile(kernel="few", block_m=16, block_n=32, num_warps=2, split_k=2, k_blocks=1)),
+    (17, Tile(kernel="few", block_m=32, block_n=64, num_warps=1, k_blocks=1)),
     (3, Tile(kernel="warp", block_m=8, block_n=16, num_warps=2)),
     (9, Tile(kernel="warp", block_m=16, block_n=32, num_warps=4, split_k=2)),
     (5, Tile(kernel="tile", block_m=16, block_n=64, split_k=2, scaling="sums")),
@@ -121,12 +125,16 @@ def nan_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 GATED = [
+    (3, Tile(kernel="few", block_m=8, block_n=32, num_warps=2, k_blocks=1)),
+    (9, Tile(kernel="few", block_m=16, block_n=64, num_warps=1, split_k=2, num_stages=1)),
     (3, Tile(kernel="warp", block_m=8, block_n=32, num_warps=2)),
     (5, Tile(kernel="tile", block_m=16, block_n=64, split_k=2)),
 ]
 
 
-@pytest.mark.parametrize(("num_rows", "tile"), GATED, ids=["warp", "tile-split"])
+@pytest.mark.parametrize(
+    ("num_rows", "tile"), GATED, ids=["few", "few-split", "warp", "tile-split"]
+)
 def test_gated_product_has_the_bits_of_two_steps(
     num_rows: int, tile: Tile, nan_empty: None
 ) -> None:

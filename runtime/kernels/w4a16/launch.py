@@ -25,6 +25,8 @@ def launch(
     out_TN = torch.empty(x_TK.shape[0], width, dtype=x_TK.dtype, device=x_TK.device)
     if tile.kernel == "gemv":
         _launch_gemv(x_TK, weight, bias, out_TN, tile)
+    elif tile.kernel == "few":
+        _launch_few(x_TK, weight, bias, out_TN, tile, act)
     elif tile.kernel == "warp":
         _launch_warp(x_TK, weight, bias, out_TN, tile, act)
     else:
@@ -52,6 +54,44 @@ def _launch_gemv(
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
         **({"launch_pdl": True} if target.has_pdl else {}),
+    )
+
+
+def _launch_few(
+    x_TK: Tensor,
+    weight: W4A16Weight,
+    bias: Tensor | None,
+    out_TN: Tensor,
+    tile: Tile,
+    act: str | None,
+) -> None:
+    from runtime.kernels.w4a16.few import few_rows
+
+    (num_rows, width), target = x_TK.shape, target_of(x_TK.device)
+    assert num_rows <= tile.block_m
+    n_tiles = -(-weight.shape[0] // tile.block_n)
+    partials, counters = _scratch(weight, n_tiles, tile)
+    blocks, warps = weight.num_blocks, tile.split_k * tile.num_warps
+    few_rows[n_tiles, tile.split_k](
+        *(x_TK, weight.codes, weight.scale, weight.zero_point, bias, out_TN, partials, counters),
+        *(num_rows, weight.shape[0], width, blocks),
+        BLOCK_M=tile.block_m,
+        TILES=tile.block_n // ROWS,
+        BLOCK_K=weight.block_k,
+        WARPS=tile.num_warps,
+        STEP=tile.k_blocks,
+        AHEAD=tile.num_stages > 1,
+        GROUPS=weight.groups_per_block,
+        SPLIT_K=tile.split_k,
+        EVEN_K=width % weight.block_k == 0,
+        WHOLE=blocks % (warps * tile.k_blocks) == 0,
+        ONCE=blocks <= warps * tile.k_blocks,
+        ACT=act,
+        USE_PTX=target.has_ptx,
+        PDL=target.has_pdl,
+        num_warps=tile.num_warps,
+        num_stages=1,
+        **_options(target, tile),
     )
 
 

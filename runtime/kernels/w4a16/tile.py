@@ -18,18 +18,19 @@ from runtime.kernels.tiles import lookup
 class Tile:
     """One choice.
 
-    kernel: "gemv" (one row of inputs, no tensor cores), "warp" (warps share out K), "tile" (warps
-        share out a tile), "dense" (dequantize the weight, then a library's product).
+    kernel: "gemv" (one row of inputs, no tensor cores), "few" (warps share out K, no shared
+        memory), "warp" (warps share out K), "tile" (warps share out a tile), "dense" (dequantize
+        the weight, then a library's product).
     scaling: where scales are applied ("tile" only): to "weights", or to sums of weights that are
         "centered" or whose excess is taken off by "sums" of inputs.
     split_tail: only the tiles beyond the last full wave of programs are split ("tile" only).
     join: planes of a K-block in one matrix product ("tile" only): fewer waits, more registers.
     max_registers: a limit per thread, so that more programs share a multiprocessor.
     prefetch: K-blocks of a program's weights that are asked into L2 before it waits for inputs.
-    k_blocks: K-blocks of a step ("gemv" only).
+    k_blocks: K-blocks of a step of a program ("gemv") or of a warp ("few").
     """
 
-    kernel: Literal["gemv", "warp", "tile", "dense"]
+    kernel: Literal["gemv", "few", "warp", "tile", "dense"]
     block_m: int = 16
     block_n: int = 64
     split_k: int = 1
@@ -46,7 +47,10 @@ class Tile:
         """The tile can take half its rows from each half of a weight of `out` rows."""
         half = self.block_n // 2
         return (
-            self.kernel in ("warp", "tile") and half >= 16 and out % 2 == 0 and out // 2 % half == 0
+            self.kernel in ("few", "warp", "tile")
+            and half >= 16
+            and out % 2 == 0
+            and out // 2 % half == 0
         )
 
 
@@ -107,7 +111,7 @@ def scratch_of(
     The choice changes at the row counts below, and between them need grows with the rows.
     """
     sums, counters = 0, 0
-    for num_rows in (8, 16, 32, 64, 128, 256, 512, 1024):
+    for num_rows in (1, 8, 16, 32, 64, 128, 256, 512, 1024):
         tile = choose(num_rows, shape, group_size, target, deterministic)
         if tile.kernel in ("dense", "gemv") or tile.split_k == 1:
             continue

@@ -1,0 +1,290 @@
+"""A few rows of inputs times a 4-bit weight: from memory into registers, and there it stays.
+
+Weights are operand A of `mma.m16n8k16` and inputs operand B, as in `kernel.py`, but nothing goes
+through shared memory: a lane's sixteen bytes of one row of weights are its part of the operand
+already, if the inputs are taken in the same order. `as_operand` says so in terms of shapes (the
+four lanes of a row hold 8 words each; the instruction takes them two by two), and the compiler then
+finds nothing to move. All words of a step are asked for before the first is used, in the first step
+before the inputs exist.
+
+The excess of the codes and the zero points leave by sums of inputs, one more product with ones
+that all rows of weights share. Imports triton; `launch` imports this only where it launches.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from runtime.kernels.w4a16.kernel_parts import (
+    ROWS,
+    add_splits,
+    excess,
+    offset_of,
+    tile_rows,
+    unpack_plane,
+    write_tile,
+)
+
+
+@triton.jit
+def as_operand(tile):
+    """[8, WARPS, H, WIDTH] as [WARPS, 8 H, WIDTH], the columns in the order of an operand."""
+    COUNT: tl.constexpr = tile.shape[2] * 8
+    WIDTH: tl.constexpr = tile.shape[3]
+    rows = tl.permute(tile, 1, 2, 0, 3)
+    lanes = tl.reshape(rows, [tile.shape[1], COUNT, 4, WIDTH // 8, 2])
+    return tl.reshape(tl.permute(lanes, 0, 1, 3, 2, 4), [tile.shape[1], COUNT, WIDTH])
+
+
+@triton.jit
+def side_by_side(tiles, COUNT: tl.constexpr):
+    """COUNT (1, 2 or 4) tiles [WARPS, 16, M] as [WARPS, 16 COUNT, M]."""
+    WARPS: tl.constexpr = tiles[0].shape[0]
+    BLOCK_M: tl.constexpr = tiles[0].shape[2]
+    joined = tiles[0]
+    if COUNT == 2:
+        both = tl.permute(tl.join(tiles[0], tiles[1]), 0, 3, 1, 2)
+        joined = tl.reshape(both, [WARPS, 32, BLOCK_M])
+    if COUNT == 4:
+        pairs = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
+        joined = tl.reshape(tl.permute(pairs, 0, 4, 3, 1, 2), [WARPS, 64, BLOCK_M])
+    return joined
+
+
+@triton.jit
+def sixteen_of(tile, r: tl.constexpr, N, TILES: tl.constexpr, ACT: tl.constexpr):
+    """Which sixteen rows are the r-th of this program: of N rows, or half of each half."""
+    sixteen = tile * TILES + r
+    if ACT is not None:
+        HALF: tl.constexpr = TILES // 2
+        sixteen = tile * HALF + r % HALF + (r // HALF) * (N // (2 * ROWS))
+    return tl.minimum(sixteen, tl.cdiv(N, ROWS) - 1).to(tl.int64)
+
+
+@triton.jit
+def load_words(
+    codes, kb, kb_end, num_kb, tile, N, STEP: tl.constexpr, TILES: tl.constexpr,
+    WHOLE: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """Words [8, WARPS, 2, WIDTH] of STEP K-blocks x TILES sixteens, STEP outermost."""
+    WARPS: tl.constexpr = codes.shape[1]
+    WIDTH: tl.constexpr = codes.shape[3]
+    warp = tl.arange(0, WARPS)[None, :, None, None]
+    words = ()
+    for i in tl.static_range(STEP):
+        for r in tl.static_range(TILES):
+            block = sixteen_of(tile, r, N, TILES, ACT) * num_kb + kb + i * WARPS
+            at = codes + block * (ROWS * WIDTH)
+            if WHOLE:
+                words = words + (tl.load(at, eviction_policy="evict_first"),)
+            else:
+                there = kb + i * WARPS + warp < kb_end
+                words = words + (tl.load(at, mask=there, other=0, eviction_policy="evict_first"),)
+    return words
+
+
+@triton.jit
+def load_scales(
+    scales, kb, kb_end, num_kb, tile, N, STEP: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, WHOLE: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """Scales (or zero points) [WARPS, 16] of STEP K-blocks x TILES sixteens x groups."""
+    WARPS: tl.constexpr = scales.shape[0]
+    PER_BLOCK: tl.constexpr = GROUPS if GROUPS > 0 else 1
+    warp = tl.arange(0, WARPS)[:, None]
+    values = ()
+    for i in tl.static_range(STEP):
+        for r in tl.static_range(TILES):
+            sixteen = sixteen_of(tile, r, N, TILES, ACT)
+            for g in tl.static_range(PER_BLOCK):
+                if GROUPS == 0:
+                    values = values + (tl.load(scales + sixteen * ROWS),)
+                else:
+                    group = (sixteen * num_kb + kb + i * WARPS) * GROUPS + g
+                    there = kb + i * WARPS + warp < kb_end
+                    if WHOLE:
+                        values = values + (tl.load(scales + group * ROWS),)
+                    else:
+                        values = values + (tl.load(scales + group * ROWS, mask=there, other=0),)
+    return values
+
+
+@triton.jit
+def load_plane(x, at, kb, kb_end, m_ok, K, EVEN_K: tl.constexpr, WHOLE: tl.constexpr):
+    """Inputs [8, WARPS, H, WIDTH] from `at` on; a mask of whole K-blocks leaves loads wide."""
+    ok = m_ok
+    if not WHOLE:
+        ok = ok & (kb + tl.arange(0, x.shape[1])[None, :, None, None] < kb_end)
+    if not EVEN_K:
+        warp = tl.arange(0, x.shape[1])[None, :, None, None]
+        first = warp * (4 * x.shape[3]) + tl.arange(0, x.shape[3])[None, None, None, :]
+        ok = ok & (at + first < K)
+    return tl.load(x + at, mask=ok, other=0.0)
+
+
+@triton.jit
+def add_step(
+    acc, total, words, s, z, x, kb, kb_end, m_ok, K, STEP: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, WHOLE: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):  # fmt: skip
+    """Sums [WARPS, 16, M] of each sixteen, and of the inputs, + those of one step."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    EXCESS: tl.constexpr = excess(dtype == tl.bfloat16, USE_PTX)
+    WARPS: tl.constexpr = x.shape[1]
+    WIDTH: tl.constexpr = x.shape[3]
+    PER_BLOCK: tl.constexpr = GROUPS if GROUPS > 0 else 1
+    PLANES: tl.constexpr = 4 // PER_BLOCK
+    ones = tl.full([WARPS, 16, WIDTH], 1.0, dtype)
+    nothing = tl.zeros(total.shape, tl.float32)
+    for i in tl.static_range(STEP):
+        for g in tl.static_range(PER_BLOCK):
+            sums = total if GROUPS == 0 else nothing
+            parts = acc
+            if GROUPS > 0:
+                parts = (nothing,)
+                for _ in tl.static_range(1, TILES):
+                    parts = parts + (nothing,)
+            for p in tl.static_range(PLANES):
+                block = kb + i * WARPS
+                at = block * (4 * WIDTH) + (g * PLANES + p) * WIDTH
+                inputs = load_plane(x, at, block, kb_end, m_ok, K, EVEN_K, WHOLE)
+                inputs = tl.permute(as_operand(inputs), 0, 2, 1)
+                sums = tl.dot(ones, inputs, sums)
+                products = ()
+                for r in tl.static_range(TILES):
+                    held = as_operand(words[i * TILES + r])
+                    w = unpack_plane(held, g * PLANES + p, dtype, USE_PTX)
+                    products = products + (tl.dot(w, inputs, parts[r]),)
+                parts = products
+            if GROUPS == 0:
+                acc = parts
+                total = sums
+            else:
+                scaled = ()
+                for r in tl.static_range(TILES):
+                    scale = s[(i * TILES + r) * PER_BLOCK + g].to(tl.float32)[:, :, None]
+                    zero = z[(i * TILES + r) * PER_BLOCK + g]
+                    offset = offset_of(zero, SYMMETRIC, EXCESS)[:, :, None]
+                    scaled = scaled + (acc[r] + scale * (parts[r] - offset * sums),)
+                acc = scaled
+    return acc, total
+
+
+@triton.jit(do_not_specialize=["M"])
+def few_rows(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    partials_ptr,
+    counters_ptr,
+    M,
+    N,
+    K,
+    num_kb,
+    BLOCK_M: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
+    STEP: tl.constexpr,
+    AHEAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ONCE: tl.constexpr,
+    ACT: tl.constexpr,
+    USE_PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile [16 TILES, BLOCK_M] of y.T; its K-blocks go round among the warps.
+
+    STEP: K-blocks that a warp asks for at a time; AHEAD: one step ahead. EVEN_K: BLOCK_K divides K.
+    WHOLE: every warp has a K-block in every turn. ONCE: one step is all.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    EXCESS: tl.constexpr = excess(dtype == tl.bfloat16, USE_PTX)
+    WIDTH: tl.constexpr = BLOCK_K // 4
+    TURN: tl.constexpr = STEP * WARPS
+    SYMMETRIC: tl.constexpr = zero_ptr is None
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    kb_begin = split * num_kb // SPLIT_K
+    kb_end = (split + 1) * num_kb // SPLIT_K
+
+    eight = tl.arange(0, 8)[:, None, None, None]
+    warp = tl.arange(0, WARPS)[None, :, None, None]
+    k = tl.arange(0, WIDTH)[None, None, None, :]
+    row = tl.arange(0, 2)[None, None, :, None] * 8 + eight
+    codes = codes_ptr + (warp * (ROWS * WIDTH) + row * WIDTH + k)
+    group = tl.arange(0, WARPS)[:, None] * (GROUPS * ROWS) + tl.arange(0, 16)[None, :]
+    scales = scale_ptr + group
+    zeros = scales if SYMMETRIC else zero_ptr + group
+    m = tl.arange(0, BLOCK_M // 8)[None, None, :, None] * 8 + eight
+    x = x_ptr + (m.to(tl.int64) * K + warp * BLOCK_K + k)
+    m_ok = m < M
+
+    words = load_words(codes, kb_begin, kb_end, num_kb, tile, N, STEP, TILES, WHOLE, ACT)
+    s = load_scales(scales, kb_begin, kb_end, num_kb, tile, N, STEP, TILES, GROUPS, WHOLE, ACT)
+    z = s
+    if not SYMMETRIC:
+        z = load_scales(zeros, kb_begin, kb_end, num_kb, tile, N, STEP, TILES, GROUPS, WHOLE, ACT)
+    total = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
+    acc = (total,)
+    for _ in tl.static_range(1, TILES):
+        acc = acc + (total,)
+    if PDL:
+        gdc_wait()
+    if ONCE or not AHEAD:
+        acc, total = add_step(
+            acc, total, words, s, z, x, kb_begin, kb_end, m_ok, K, STEP, TILES, GROUPS, SYMMETRIC,
+            EVEN_K, WHOLE, USE_PTX,
+        )  # fmt: skip
+    if not ONCE:
+        first = kb_begin if AHEAD else kb_begin + TURN
+        for kb in tl.range(first, kb_end, TURN, num_stages=1):
+            then = kb + TURN if AHEAD else kb
+            there: tl.constexpr = WHOLE and not AHEAD
+            next_words = load_words(codes, then, kb_end, num_kb, tile, N, STEP, TILES, there, ACT)
+            next_s = load_scales(
+                scales, then, kb_end, num_kb, tile, N, STEP, TILES, GROUPS, there, ACT
+            )
+            next_z = next_s
+            if not SYMMETRIC:
+                next_z = load_scales(
+                    zeros, then, kb_end, num_kb, tile, N, STEP, TILES, GROUPS, there, ACT
+                )
+            if not AHEAD:
+                words = next_words
+                s = next_s
+                z = next_z
+            acc, total = add_step(
+                acc, total, words, s, z, x, kb, kb_end, m_ok, K, STEP, TILES, GROUPS, SYMMETRIC,
+                EVEN_K, WHOLE, USE_PTX,
+            )  # fmt: skip
+            words = next_words
+            s = next_s
+            z = next_z
+    if GROUPS == 0:
+        scaled = ()
+        for r in tl.static_range(TILES):
+            offset = offset_of(z[r], SYMMETRIC, EXCESS)[:, :, None]
+            part = s[r].to(tl.float32)[:, :, None] * (acc[r] - offset * total)
+            scaled = scaled + (part,)
+        acc = scaled
+    y = tl.sum(side_by_side(acc, TILES), axis=0)
+    rows = tile_rows(tile, N, 16 * TILES, ACT)
+    m = tl.arange(0, BLOCK_M)
+    if SPLIT_K == 1:
+        write_tile(y, bias_ptr, out_ptr, tile, rows, m, M, N, ACT)
+    else:
+        y, is_last = add_splits(y, partials_ptr, counters_ptr, tile, split, SPLIT_K)
+        if is_last:
+            write_tile(y, bias_ptr, out_ptr, tile, rows, m, M, N, ACT)
