@@ -40,6 +40,9 @@ def rope_kv(
     `q_norm`, `k_norm` float32 [D]: RMSNorm of each head before the rotation. An fp8 pool stores
     value / `head_scales_2K`, saturated at +-448; an int8 pool rounds value / (largest / 127) and
     keeps that scale per token and head in `token_scales` [N, 2, K, block_size].
+
+    `slots_T` and `positions_T` are read before the launch ahead has ended: some launch since they
+    were written must have waited for all before it (the embedding lookup does).
     """
     from runtime.kernels.quantize.kernel import launch_options
     from runtime.kernels.rope_kv.kernel import rope_kv_kernel

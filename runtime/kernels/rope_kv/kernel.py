@@ -90,6 +90,8 @@ def rope_kv_kernel(
 
     WIDTH dimensions are handled as two halves (the rotated ones, or all where nothing rotates), the
     other HEAD_DIM - WIDTH pass through in a third part. table [positions, WIDTH]: cos, then sin.
+    Positions and slots are read before the kernel ahead (the projection) has ended: who wrote them
+    must have ended before that one began.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -98,13 +100,19 @@ def rope_kv_kernel(
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     f = tl.arange(0, BLOCK_F)
     is_t, is_f = t < num_tokens, f < HALF
+    is_TF = is_t[:, None] & is_f[None, :]
+    slot_T = tl.load(slots_ptr + t, mask=is_t, other=-1).to(tl.int64)
+    if ROTATES:
+        position_T = tl.load(positions_ptr + t, mask=is_t, other=0).to(tl.int64)
+        angle_at_TF = position_T[:, None] * WIDTH + f[None, :]
+        cos_TF = tl.load(table_ptr + angle_at_TF, mask=is_TF, other=0.0)
+        sin_TF = tl.load(table_ptr + HALF + angle_at_TF, mask=is_TF, other=0.0)
     if NORMS:
         norm_ptr = tl.where(head < HEADS, q_norm_ptr, k_norm_ptr)
         low_weight_F = tl.load(norm_ptr + f, mask=is_f, other=0.0)
         high_weight_F = tl.load(norm_ptr + HALF + f, mask=is_f, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    is_TF = is_t[:, None] & is_f[None, :]
     at_T = (t.to(tl.int64) * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM
     at_TF = at_T[:, None] + f[None, :]
     low_TF = tl.load(heads_ptr + at_TF, mask=is_TF, other=0.0).to(tl.float32)
@@ -126,10 +134,6 @@ def rope_kv_kernel(
                 weight_R = tl.load(norm_ptr + r, mask=r < HEAD_DIM, other=0.0)
                 rest_TR = rest_TR * factor_T[:, None] * weight_R[None, :]
         if ROTATES:
-            position_T = tl.load(positions_ptr + t, mask=is_t, other=0).to(tl.int64)
-            angle_at_TF = position_T[:, None] * WIDTH + f[None, :]
-            cos_TF = tl.load(table_ptr + angle_at_TF, mask=is_TF, other=0.0)
-            sin_TF = tl.load(table_ptr + HALF + angle_at_TF, mask=is_TF, other=0.0)
             turned_TF = low_TF * cos_TF - high_TF * sin_TF
             high_TF = high_TF * cos_TF + low_TF * sin_TF
             low_TF = turned_TF
@@ -139,7 +143,6 @@ def rope_kv_kernel(
         if BLOCK_R and NORMS:
             tl.store(heads_ptr + at_TR, rest_TR.to(heads_ptr.dtype.element_ty), mask=is_TR)
     else:
-        slot_T = tl.load(slots_ptr + t, mask=is_t, other=-1).to(tl.int64)
         is_kept_T = slot_T >= 0
         side = head - HEADS
         block_T = slot_T // BLOCK_SIZE
