@@ -78,8 +78,11 @@ TILES = [
     (1, Tile(kernel="gemv", block_n=4, k_blocks=2)),
     (1, Tile(kernel="few", block_m=8, block_n=16, num_warps=4, num_stages=1, k_blocks=4)),
     (3, Tile(kernel="few", block_m=8, block_n=32, num_warps=1, num_stages=1, k_blocks=1)),
-    (9, Tile(kernel="few", block_m=16, block_n=32, num_warps=2, split_k=2, k_blocks=1)),
-    (17, Tile(kernel="few", block_m=32, block_n=64, num_warps=1, k_blocks=1)),
+    (
+        9,
+        Tile(kernel="few", block_m=16, num_warps=4, row_warps=2, split_k=2, scaling="centered"),
+    ),
+    (17, Tile(kernel="few", block_m=32, num_warps=2, row_warps=2, k_blocks=1)),
     (3, Tile(kernel="warp", block_m=8, block_n=16, num_warps=2)),
     (9, Tile(kernel="warp", block_m=16, block_n=32, num_warps=4, split_k=2)),
     (5, Tile(kernel="tile", block_m=16, block_n=64, split_k=2, scaling="sums")),
@@ -126,7 +129,7 @@ def nan_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 GATED = [
     (3, Tile(kernel="few", block_m=8, block_n=32, num_warps=2, k_blocks=1)),
-    (9, Tile(kernel="few", block_m=16, block_n=64, num_warps=1, split_k=2, num_stages=1)),
+    (9, Tile(kernel="few", block_m=16, block_n=64, num_warps=4, row_warps=4, split_k=2)),
     (3, Tile(kernel="warp", block_m=8, block_n=32, num_warps=2)),
     (5, Tile(kernel="tile", block_m=16, block_n=64, split_k=2)),
 ]

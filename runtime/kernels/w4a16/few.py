@@ -8,7 +8,10 @@ finds nothing to move. All words of a step are asked for before the first is use
 before the inputs exist.
 
 The excess of the codes and the zero points leave by sums of inputs, one more product with ones
-that all rows of weights share. Imports triton; `launch` imports this only where it launches.
+that a warp's rows share, or by a subtraction from every weight (CENTERED), which is cheaper than
+that product from sixteen rows of inputs on.
+
+Imports triton; `runtime.kernels.w4a16.launch` imports this only where it launches.
 """
 
 from __future__ import annotations
@@ -54,81 +57,92 @@ def side_by_side(tiles, COUNT: tl.constexpr):
 
 
 @triton.jit
-def sixteen_of(tile, r: tl.constexpr, N, TILES: tl.constexpr, ACT: tl.constexpr):
-    """Which sixteen rows are the r-th of this program: of N rows, or half of each half."""
-    sixteen = tile * TILES + r
-    if ACT is not None:
-        HALF: tl.constexpr = TILES // 2
-        sixteen = tile * HALF + r % HALF + (r // HALF) * (N // (2 * ROWS))
-    return tl.minimum(sixteen, tl.cdiv(N, ROWS) - 1).to(tl.int64)
+def sixteens_of(tile, across, N, TILES: tl.constexpr, ACROSS: tl.constexpr, ACT: tl.constexpr):
+    """Which TILES sixteens of rows are the `across`-th of ACROSS shares of this program."""
+    ALL: tl.constexpr = TILES * ACROSS
+    found = ()
+    for r in tl.static_range(TILES):
+        sixteen = tile * ALL + across * TILES + r
+        if ACT is not None:
+            i = across * TILES + r
+            sixteen = tile * (ALL // 2) + i % (ALL // 2) + i // (ALL // 2) * (N // (2 * ROWS))
+        found = found + (tl.minimum(sixteen, tl.cdiv(N, ROWS) - 1).to(tl.int64),)
+    return found
+
+
+@triton.jit
+def pointers_of(
+    pointers, tile, across, N, per_sixteen, TILES: tl.constexpr, ACROSS: tl.constexpr,
+    ACT: tl.constexpr,
+):  # fmt: skip
+    """`pointers` moved to each of a warp's TILES sixteens."""
+    moved = ()
+    sixteens = sixteens_of(tile, across, N, TILES, ACROSS, ACT)
+    for r in tl.static_range(TILES):
+        moved = moved + (pointers + sixteens[r] * per_sixteen,)
+    return moved
 
 
 @triton.jit
 def load_words(
-    codes, kb, kb_end, num_kb, tile, N, STEP: tl.constexpr, TILES: tl.constexpr,
-    WHOLE: tl.constexpr, ACT: tl.constexpr,
+    codes, kb, kb_end, along, STEP: tl.constexpr, TILES: tl.constexpr, DEEP: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Words [8, WARPS, 2, WIDTH] of STEP K-blocks x TILES sixteens, STEP outermost."""
-    WARPS: tl.constexpr = codes.shape[1]
-    WIDTH: tl.constexpr = codes.shape[3]
-    warp = tl.arange(0, WARPS)[None, :, None, None]
+    BLOCK: tl.constexpr = ROWS * codes[0].shape[3]
     words = ()
     for i in tl.static_range(STEP):
         for r in tl.static_range(TILES):
-            block = sixteen_of(tile, r, N, TILES, ACT) * num_kb + kb + i * WARPS
-            at = codes + block * (ROWS * WIDTH)
+            at = codes[r] + kb * BLOCK + i * DEEP * BLOCK
             if WHOLE:
                 words = words + (tl.load(at, eviction_policy="evict_first"),)
             else:
-                there = kb + i * WARPS + warp < kb_end
+                there = kb + i * DEEP + along < kb_end
                 words = words + (tl.load(at, mask=there, other=0, eviction_policy="evict_first"),)
     return words
 
 
 @triton.jit
 def load_scales(
-    scales, kb, kb_end, num_kb, tile, N, STEP: tl.constexpr, TILES: tl.constexpr,
-    GROUPS: tl.constexpr, WHOLE: tl.constexpr, ACT: tl.constexpr,
+    scales, kb, kb_end, along, STEP: tl.constexpr, TILES: tl.constexpr, DEEP: tl.constexpr,
+    GROUPS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Scales (or zero points) [WARPS, 16] of STEP K-blocks x TILES sixteens x groups."""
-    WARPS: tl.constexpr = scales.shape[0]
     PER_BLOCK: tl.constexpr = GROUPS if GROUPS > 0 else 1
-    warp = tl.arange(0, WARPS)[:, None]
     values = ()
     for i in tl.static_range(STEP):
         for r in tl.static_range(TILES):
-            sixteen = sixteen_of(tile, r, N, TILES, ACT)
             for g in tl.static_range(PER_BLOCK):
-                if GROUPS == 0:
-                    values = values + (tl.load(scales + sixteen * ROWS),)
+                at = scales[r] + kb * (GROUPS * ROWS) + (i * DEEP * GROUPS + g) * ROWS
+                if WHOLE or GROUPS == 0:
+                    values = values + (tl.load(at),)
                 else:
-                    group = (sixteen * num_kb + kb + i * WARPS) * GROUPS + g
-                    there = kb + i * WARPS + warp < kb_end
-                    if WHOLE:
-                        values = values + (tl.load(scales + group * ROWS),)
-                    else:
-                        values = values + (tl.load(scales + group * ROWS, mask=there, other=0),)
+                    there = kb + i * DEEP + along < kb_end
+                    values = values + (tl.load(at, mask=there, other=0),)
     return values
 
 
 @triton.jit
-def load_plane(x, at, kb, kb_end, m_ok, K, EVEN_K: tl.constexpr, WHOLE: tl.constexpr):
-    """Inputs [8, WARPS, H, WIDTH] from `at` on; a mask of whole K-blocks leaves loads wide."""
-    ok = m_ok
-    if not WHOLE:
-        ok = ok & (kb + tl.arange(0, x.shape[1])[None, :, None, None] < kb_end)
+def load_plane(
+    x, kb, kb_end, along, K, PLANE: tl.constexpr, EVEN_K: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Inputs [8, WARPS, H, WIDTH] of a plane; a mask of whole K-blocks leaves loads wide."""
+    WIDTH: tl.constexpr = x.shape[3]
+    at = x + kb * (4 * WIDTH) + PLANE * WIDTH
+    if WHOLE and EVEN_K:
+        return tl.load(at)
+    ok = kb + along < kb_end
     if not EVEN_K:
-        warp = tl.arange(0, x.shape[1])[None, :, None, None]
-        first = warp * (4 * x.shape[3]) + tl.arange(0, x.shape[3])[None, None, None, :]
-        ok = ok & (at + first < K)
-    return tl.load(x + at, mask=ok, other=0.0)
+        first = (kb + along) * (4 * WIDTH) + PLANE * WIDTH
+        ok = ok & (first + tl.arange(0, WIDTH)[None, None, None, :] < K)
+    return tl.load(at, mask=ok, other=0.0)
 
 
 @triton.jit
 def add_step(
-    acc, total, words, s, z, x, kb, kb_end, m_ok, K, STEP: tl.constexpr, TILES: tl.constexpr,
-    GROUPS: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, WHOLE: tl.constexpr,
-    USE_PTX: tl.constexpr,
+    acc, total, words, s, z, x, kb, kb_end, along, K, STEP: tl.constexpr,
+    TILES: tl.constexpr, DEEP: tl.constexpr, GROUPS: tl.constexpr, CENTERED: tl.constexpr,
+    SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, WHOLE: tl.constexpr, USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """Sums [WARPS, 16, M] of each sixteen, and of the inputs, + those of one step."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -148,15 +162,19 @@ def add_step(
                 for _ in tl.static_range(1, TILES):
                     parts = parts + (nothing,)
             for p in tl.static_range(PLANES):
-                block = kb + i * WARPS
-                at = block * (4 * WIDTH) + (g * PLANES + p) * WIDTH
-                inputs = load_plane(x, at, block, kb_end, m_ok, K, EVEN_K, WHOLE)
+                inputs = load_plane(
+                    x, kb + i * DEEP, kb_end, along, K, g * PLANES + p, EVEN_K, WHOLE
+                )
                 inputs = tl.permute(as_operand(inputs), 0, 2, 1)
-                sums = tl.dot(ones, inputs, sums)
+                if not CENTERED:
+                    sums = tl.dot(ones, inputs, sums)
                 products = ()
                 for r in tl.static_range(TILES):
                     held = as_operand(words[i * TILES + r])
                     w = unpack_plane(held, g * PLANES + p, dtype, USE_PTX)
+                    if CENTERED:
+                        zero = z[(i * TILES + r) * PER_BLOCK + g]
+                        w -= offset_of(zero, SYMMETRIC, EXCESS)[:, :, None].to(dtype)
                     products = products + (tl.dot(w, inputs, parts[r]),)
                 parts = products
             if GROUPS == 0:
@@ -166,9 +184,11 @@ def add_step(
                 scaled = ()
                 for r in tl.static_range(TILES):
                     scale = s[(i * TILES + r) * PER_BLOCK + g].to(tl.float32)[:, :, None]
-                    zero = z[(i * TILES + r) * PER_BLOCK + g]
-                    offset = offset_of(zero, SYMMETRIC, EXCESS)[:, :, None]
-                    scaled = scaled + (acc[r] + scale * (parts[r] - offset * sums),)
+                    part = parts[r]
+                    if not CENTERED:
+                        zero = z[(i * TILES + r) * PER_BLOCK + g]
+                        part -= offset_of(zero, SYMMETRIC, EXCESS)[:, :, None] * sums
+                    scaled = scaled + (acc[r] + scale * part,)
                 acc = scaled
     return acc, total
 
@@ -191,9 +211,11 @@ def few_rows(
     TILES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WARPS: tl.constexpr,
+    ACROSS: tl.constexpr,
     STEP: tl.constexpr,
     AHEAD: tl.constexpr,
     GROUPS: tl.constexpr,
+    CENTERED: tl.constexpr,
     SPLIT_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -202,7 +224,8 @@ def few_rows(
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile [16 TILES, BLOCK_M] of y.T; its K-blocks go round among the warps.
+    """A tile [16 TILES ACROSS, BLOCK_M] of y.T. ACROSS warps share out its rows, a team, and its
+    K-blocks go round among the teams: warp = team * ACROSS + share of rows.
 
     STEP: K-blocks that a warp asks for at a time; AHEAD: one step ahead. EVEN_K: BLOCK_K divides K.
     WHOLE: every warp has a K-block in every turn. ONCE: one step is all.
@@ -212,7 +235,7 @@ def few_rows(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     EXCESS: tl.constexpr = excess(dtype == tl.bfloat16, USE_PTX)
     WIDTH: tl.constexpr = BLOCK_K // 4
-    TURN: tl.constexpr = STEP * WARPS
+    DEEP: tl.constexpr = WARPS // ACROSS
     SYMMETRIC: tl.constexpr = zero_ptr is None
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -220,22 +243,30 @@ def few_rows(
     kb_end = (split + 1) * num_kb // SPLIT_K
 
     eight = tl.arange(0, 8)[:, None, None, None]
-    warp = tl.arange(0, WARPS)[None, :, None, None]
     k = tl.arange(0, WIDTH)[None, None, None, :]
+    warp = tl.arange(0, WARPS)
+    along = (warp // ACROSS)[None, :, None, None]
     row = tl.arange(0, 2)[None, None, :, None] * 8 + eight
-    codes = codes_ptr + (warp * (ROWS * WIDTH) + row * WIDTH + k)
-    group = tl.arange(0, WARPS)[:, None] * (GROUPS * ROWS) + tl.arange(0, 16)[None, :]
-    scales = scale_ptr + group
-    zeros = scales if SYMMETRIC else zero_ptr + group
+    codes = codes_ptr + (along * (ROWS * WIDTH) + row * WIDTH + k)
+    across = (warp % ACROSS)[None, :, None, None] if ACROSS > 1 else 0
+    codes = pointers_of(codes, tile, across, N, num_kb * (ROWS * WIDTH), TILES, ACROSS, ACT)
+    group = (warp // ACROSS)[:, None] * (GROUPS * ROWS) + tl.arange(0, 16)[None, :]
+    across = (warp % ACROSS)[:, None] if ACROSS > 1 else 0
+    per_sixteen = (num_kb * GROUPS if GROUPS > 0 else 1) * ROWS
+    scales = pointers_of(scale_ptr + group, tile, across, N, per_sixteen, TILES, ACROSS, ACT)
+    zeros = scales
+    if not SYMMETRIC:
+        zeros = pointers_of(zero_ptr + group, tile, across, N, per_sixteen, TILES, ACROSS, ACT)
     m = tl.arange(0, BLOCK_M // 8)[None, None, :, None] * 8 + eight
-    x = x_ptr + (m.to(tl.int64) * K + warp * BLOCK_K + k)
-    m_ok = m < M
+    m = tl.minimum(m, M - 1)  # sums of rows that are not there are not stored
+    x = x_ptr + (m.to(tl.int64) * K + along * BLOCK_K + k)
+    team = (warp // ACROSS)[:, None]
 
-    words = load_words(codes, kb_begin, kb_end, num_kb, tile, N, STEP, TILES, WHOLE, ACT)
-    s = load_scales(scales, kb_begin, kb_end, num_kb, tile, N, STEP, TILES, GROUPS, WHOLE, ACT)
+    words = load_words(codes, kb_begin, kb_end, along, STEP, TILES, DEEP, WHOLE)
+    s = load_scales(scales, kb_begin, kb_end, team, STEP, TILES, DEEP, GROUPS, WHOLE)
     z = s
     if not SYMMETRIC:
-        z = load_scales(zeros, kb_begin, kb_end, num_kb, tile, N, STEP, TILES, GROUPS, WHOLE, ACT)
+        z = load_scales(zeros, kb_begin, kb_end, team, STEP, TILES, DEEP, GROUPS, WHOLE)
     total = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
     acc = (total,)
     for _ in tl.static_range(1, TILES):
@@ -244,30 +275,27 @@ def few_rows(
         gdc_wait()
     if ONCE or not AHEAD:
         acc, total = add_step(
-            acc, total, words, s, z, x, kb_begin, kb_end, m_ok, K, STEP, TILES, GROUPS, SYMMETRIC,
-            EVEN_K, WHOLE, USE_PTX,
+            acc, total, words, s, z, x, kb_begin, kb_end, along, K, STEP, TILES, DEEP, GROUPS,
+            CENTERED, SYMMETRIC, EVEN_K, WHOLE, USE_PTX,
         )  # fmt: skip
     if not ONCE:
+        TURN: tl.constexpr = STEP * DEEP
         first = kb_begin if AHEAD else kb_begin + TURN
         for kb in tl.range(first, kb_end, TURN, num_stages=1):
             then = kb + TURN if AHEAD else kb
             there: tl.constexpr = WHOLE and not AHEAD
-            next_words = load_words(codes, then, kb_end, num_kb, tile, N, STEP, TILES, there, ACT)
-            next_s = load_scales(
-                scales, then, kb_end, num_kb, tile, N, STEP, TILES, GROUPS, there, ACT
-            )
+            next_words = load_words(codes, then, kb_end, along, STEP, TILES, DEEP, there)
+            next_s = load_scales(scales, then, kb_end, team, STEP, TILES, DEEP, GROUPS, there)
             next_z = next_s
             if not SYMMETRIC:
-                next_z = load_scales(
-                    zeros, then, kb_end, num_kb, tile, N, STEP, TILES, GROUPS, there, ACT
-                )
+                next_z = load_scales(zeros, then, kb_end, team, STEP, TILES, DEEP, GROUPS, there)
             if not AHEAD:
                 words = next_words
                 s = next_s
                 z = next_z
             acc, total = add_step(
-                acc, total, words, s, z, x, kb, kb_end, m_ok, K, STEP, TILES, GROUPS, SYMMETRIC,
-                EVEN_K, WHOLE, USE_PTX,
+                acc, total, words, s, z, x, kb, kb_end, along, K, STEP, TILES, DEEP, GROUPS,
+                CENTERED, SYMMETRIC, EVEN_K, WHOLE, USE_PTX,
             )  # fmt: skip
             words = next_words
             s = next_s
@@ -275,12 +303,15 @@ def few_rows(
     if GROUPS == 0:
         scaled = ()
         for r in tl.static_range(TILES):
-            offset = offset_of(z[r], SYMMETRIC, EXCESS)[:, :, None]
-            part = s[r].to(tl.float32)[:, :, None] * (acc[r] - offset * total)
-            scaled = scaled + (part,)
+            part = acc[r]
+            if not CENTERED:
+                part -= offset_of(z[r], SYMMETRIC, EXCESS)[:, :, None] * total
+            scaled = scaled + (s[r].to(tl.float32)[:, :, None] * part,)
         acc = scaled
-    y = tl.sum(side_by_side(acc, TILES), axis=0)
-    rows = tile_rows(tile, N, 16 * TILES, ACT)
+    ROWS_HERE: tl.constexpr = 16 * TILES * ACROSS
+    y = tl.reshape(side_by_side(acc, TILES), [DEEP, ROWS_HERE, BLOCK_M])
+    y = tl.sum(y, axis=0)
+    rows = tile_rows(tile, N, ROWS_HERE, ACT)
     m = tl.arange(0, BLOCK_M)
     if SPLIT_K == 1:
         write_tile(y, bias_ptr, out_ptr, tile, rows, m, M, N, ACT)

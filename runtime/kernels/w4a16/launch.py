@@ -71,21 +71,24 @@ def _launch_few(
     assert num_rows <= tile.block_m
     n_tiles = -(-weight.shape[0] // tile.block_n)
     partials, counters = _scratch(weight, n_tiles, tile)
-    blocks, warps = weight.num_blocks, tile.split_k * tile.num_warps
+    blocks = weight.num_blocks
+    turn = tile.split_k * (tile.num_warps // tile.row_warps) * tile.k_blocks
     few_rows[n_tiles, tile.split_k](
         *(x_TK, weight.codes, weight.scale, weight.zero_point, bias, out_TN, partials, counters),
         *(num_rows, weight.shape[0], width, blocks),
         BLOCK_M=tile.block_m,
-        TILES=tile.block_n // ROWS,
+        TILES=tile.block_n // (ROWS * tile.row_warps),
         BLOCK_K=weight.block_k,
         WARPS=tile.num_warps,
+        ACROSS=tile.row_warps,
         STEP=tile.k_blocks,
         AHEAD=tile.num_stages > 1,
         GROUPS=weight.groups_per_block,
+        CENTERED=tile.scaling == "centered",
         SPLIT_K=tile.split_k,
         EVEN_K=width % weight.block_k == 0,
-        WHOLE=blocks % (warps * tile.k_blocks) == 0,
-        ONCE=blocks <= warps * tile.k_blocks,
+        WHOLE=blocks % turn == 0,
+        ONCE=blocks <= turn,
         ACT=act,
         USE_PTX=target.has_ptx,
         PDL=target.has_pdl,

@@ -21,13 +21,14 @@ class Tile:
     kernel: "gemv" (one row of inputs, no tensor cores), "few" (warps share out K, no shared
         memory), "warp" (warps share out K), "tile" (warps share out a tile), "dense" (dequantize
         the weight, then a library's product).
-    scaling: where scales are applied ("tile" only): to "weights", or to sums of weights that are
-        "centered" or whose excess is taken off by "sums" of inputs.
+    scaling: where scales are applied ("tile" and "few"): to "weights" ("tile" only), or to sums of
+        weights that are "centered" or whose excess is taken off by "sums" of inputs.
     split_tail: only the tiles beyond the last full wave of programs are split ("tile" only).
     join: planes of a K-block in one matrix product ("tile" only): fewer waits, more registers.
     max_registers: a limit per thread, so that more programs share a multiprocessor.
     prefetch: K-blocks of a program's weights that are asked into L2 before it waits for inputs.
     k_blocks: K-blocks of a step of a program ("gemv") or of a warp ("few").
+    row_warps: how many warps share out a program's rows, all others its K-blocks ("few" only).
     """
 
     kernel: Literal["gemv", "few", "warp", "tile", "dense"]
@@ -42,6 +43,7 @@ class Tile:
     max_registers: int | None = None
     prefetch: int = 32
     k_blocks: int = 32
+    row_warps: int = 1
 
     def can_gate(self, out: int) -> bool:
         """The tile can take half its rows from each half of a weight of `out` rows."""
