@@ -40,31 +40,57 @@ def alone(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
     return [engine.generate([request])[0] for request in requests]
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), [("dense", "auto"), ("w4a16", "fp8")])
+@pytest.mark.parametrize("name", ["dense", "w4a16"])
 def test_a_batch_agrees_with_its_members(
-    engine_of: MakeEngine,
-    requests: list[Request],
-    tell: Callable[[str], None],
-    name: str,
-    kv_dtype: str,
+    engine_of: MakeEngine, requests: list[Request], tell: Callable[[str], None], name: str
 ) -> None:
-    engine = engine_of(name, kv_cache_dtype=kv_dtype)
+    engine = engine_of(name)
     together = engine.generate(requests)
-    texts = [(*r.prompt, *c.token_ids) for r, c in zip(requests, together, strict=True)]
-    scores = [engine.score([ScoreItem(token_ids=text)])[0] for text in texts]
-    agrees = [
-        ours == theirs
-        for completion, score in zip(together, scores, strict=True)
-        for ours, theirs in zip(completion.token_ids, score.top1[-NEW_TOKENS:], strict=True)
-    ]
+    scores = scores_of(engine, texts_of(requests, together))
+    agrees = agreement_of([c.token_ids for c in together], tops_of(scores))
     gaps = [
         abs(entry.value + nll)
         for completion, score in zip(together, scores, strict=True)
         for entry, nll in zip(completion.logprobs or [], score.nll[-NEW_TOKENS:], strict=True)
     ]
-    tell(f"{name}, KV {kv_dtype}: forced top-1 {mean(agrees):.2%}, log-prob gap {mean(gaps):.4f}")
-    assert mean(agrees) >= 0.99
+    tell(f"{name}: forced top-1 {agrees:.2%}, log-prob gap {mean(gaps):.4f}")
+    assert agrees >= 0.99
     assert mean(gaps) < 0.03
+
+
+def test_fp8_kv_parts_a_batch_less_than_it_parts_from_plain_kv(
+    engine_of: MakeEngine, requests: list[Request], tell: Callable[[str], None]
+) -> None:
+    """Codes at the edge flip with any noise (docs/LOG.md), which costs top tokens alone as well;
+    being in a batch may cost no more than storing the codes does."""
+    engine = engine_of("w4a16", kv_cache_dtype="fp8")
+    together = engine.generate(requests)
+    texts = texts_of(requests, together)
+    ours = tops_of(scores_of(engine, texts))
+    plain = tops_of(scores_of(engine_of("w4a16"), texts))
+    in_batch = agreement_of([c.token_ids for c in together], ours)
+    of_codes = agreement_of(ours, plain)
+    tell(f"w4a16, KV fp8: forced top-1 {in_batch:.2%} in a batch, {of_codes:.2%} with plain KV")
+    assert in_batch >= of_codes
+    assert in_batch >= 0.96
+
+
+def texts_of(requests: Sequence[Request], found: Sequence[Completion]) -> list[tuple[int, ...]]:
+    return [(*r.prompt, *c.token_ids) for r, c in zip(requests, found, strict=True)]
+
+
+def scores_of(engine: Engine, texts: Sequence[tuple[int, ...]]) -> list[Any]:
+    """A text at a time."""
+    return [engine.score([ScoreItem(token_ids=text)])[0] for text in texts]
+
+
+def tops_of(scores: Sequence[Any]) -> list[Sequence[int]]:
+    return [score.top1[-NEW_TOKENS:] for score in scores]
+
+
+def agreement_of(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> float:
+    pairs = zip(first, second, strict=True)
+    return mean([a == b for x, y in pairs for a, b in zip(x, y, strict=True)])
 
 
 def test_texts_part_only_at_near_ties(
@@ -121,16 +147,8 @@ def test_a_small_pool_preempts_and_still_answers(
     found = engine.generate(requests)
     assert engine.stats().preemptions_total > 0
     assert all(len(c.token_ids) == NEW_TOKENS for c in found)
-    scores = [
-        engine.score([ScoreItem(token_ids=(*r.prompt, *c.token_ids))])[0]
-        for r, c in zip(requests, found, strict=True)
-    ]
-    agrees = [
-        ours == theirs
-        for completion, score in zip(found, scores, strict=True)
-        for ours, theirs in zip(completion.token_ids, score.top1[-NEW_TOKENS:], strict=True)
-    ]
-    assert mean(agrees) >= 0.99
+    tops = tops_of(scores_of(engine, texts_of(requests, found)))
+    assert agreement_of([c.token_ids for c in found], tops) >= 0.99
 
 
 def test_sampled_text_follows_the_seed(engine_of: MakeEngine, requests: list[Request]) -> None:
