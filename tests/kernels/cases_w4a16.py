@@ -90,6 +90,7 @@ def few(name: str, *, half: str = "bf16", asymmetric: bool = False, **given: Any
         "EVEN_K": True,
         "WHOLE": True,
         "ONCE": True,
+        "PREFETCH": True,
         "AHEAD": False,
         "ACT": None,
         "USE_PTX": True,
@@ -107,7 +108,10 @@ def few(name: str, *, half: str = "bf16", asymmetric: bool = False, **given: Any
         signature={key: f"*{kind}" for key, kind in pointers.items()}
         | dict.fromkeys(("M", "N", "K", "num_kb"), "i32"),
         constexprs=constants,
-        overrides={"sm80": {"PDL": False}, "gfx942": {"PDL": False, "USE_PTX": False}},
+        overrides={
+            "sm80": {"PDL": False, "PREFETCH": False},
+            "gfx942": {"PDL": False, "PREFETCH": False, "USE_PTX": False},
+        },
         aligned=("N", "K"),
         num_warps=given["WARPS"],
         expects={"sm90": ("mma.sync.aligned.m16n8k16", ".v4.b32 {")},

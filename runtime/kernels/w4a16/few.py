@@ -25,6 +25,7 @@ from runtime.kernels.w4a16.kernel_parts import (
     add_splits,
     excess,
     offset_of,
+    prefetch_l2,
     tile_rows,
     unpack_plane,
     write_tile,
@@ -81,6 +82,18 @@ def pointers_of(
     for r in tl.static_range(TILES):
         moved = moved + (pointers + sixteens[r] * per_sixteen,)
     return moved
+
+
+@triton.jit
+def prefetch_words(
+    codes_ptr, tile, kb, kb_end, num_kb, N, ALL: tl.constexpr, WIDTH: tl.constexpr,
+    ACT: tl.constexpr,
+):  # fmt: skip
+    """Ask the words of ALL sixteens from K-block `kb` on into L2."""
+    num_bytes = tl.maximum(kb_end - kb, 0) * (ROWS * WIDTH * 2)
+    sixteens = sixteens_of(tile, 0, N, ALL, 1, ACT)
+    for i in tl.static_range(ALL):
+        prefetch_l2(codes_ptr + (sixteens[i] * num_kb + kb) * (ROWS * WIDTH), num_bytes)
 
 
 @triton.jit
@@ -220,6 +233,7 @@ def few_rows(
     EVEN_K: tl.constexpr,
     WHOLE: tl.constexpr,
     ONCE: tl.constexpr,
+    PREFETCH: tl.constexpr,
     ACT: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
@@ -228,7 +242,8 @@ def few_rows(
     K-blocks go round among the teams: warp = team * ACROSS + share of rows.
 
     STEP: K-blocks that a warp asks for at a time; AHEAD: one step ahead. EVEN_K: BLOCK_K divides K.
-    WHOLE: every warp has a K-block in every turn. ONCE: one step is all.
+    WHOLE: every warp has a K-block in every turn. ONCE: one step is all. PREFETCH: steps after the
+    first are asked into L2 before the inputs exist.
     """
     if PDL:
         gdc_launch_dependents()
@@ -271,6 +286,9 @@ def few_rows(
     acc = (total,)
     for _ in tl.static_range(1, TILES):
         acc = acc + (total,)
+    if PREFETCH and not ONCE:
+        here = kb_begin + STEP * DEEP
+        prefetch_words(codes_ptr, tile, here, kb_end, num_kb, N, TILES * ACROSS, WIDTH, ACT)
     if PDL:
         gdc_wait()
     if ONCE or not AHEAD:

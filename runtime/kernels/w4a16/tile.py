@@ -14,24 +14,30 @@ from runtime.kernels.backend import KernelTarget
 from runtime.kernels.tiles import lookup
 
 
+WIDE_BLOCK_K = 128
+"""Inputs of the K-blocks that "wide" takes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """One choice.
 
     kernel: "gemv" (one row of inputs, no tensor cores), "few" (warps share out K, no shared
-        memory), "warp" (warps share out K), "tile" (warps share out a tile), "dense" (dequantize
-        the weight, then a library's product).
+        memory), "warp" (warps share out K), "tile" (warps share out a tile), "wide" (a warp copies,
+        two warpgroups multiply; Hopper only), "dense" (dequantize the weight, then a library's
+        product).
     scaling: where scales are applied ("tile" and "few"): to "weights" ("tile" only), or to sums of
         weights that are "centered" or whose excess is taken off by "sums" of inputs.
     split_tail: only the tiles beyond the last full wave of programs are split ("tile" only).
     join: planes of a K-block in one matrix product ("tile" only): fewer waits, more registers.
     max_registers: a limit per thread, so that more programs share a multiprocessor.
-    prefetch: K-blocks of a program's weights that are asked into L2 before it waits for inputs.
+    prefetch: K-blocks of a program's weights that are asked into L2 before it waits for inputs
+        ("few": all of them unless 0).
     k_blocks: K-blocks of a step of a program ("gemv") or of a warp ("few").
     row_warps: how many warps share out a program's rows, all others its K-blocks ("few" only).
     """
 
-    kernel: Literal["gemv", "few", "warp", "tile", "dense"]
+    kernel: Literal["gemv", "few", "warp", "tile", "wide", "dense"]
     block_m: int = 16
     block_n: int = 64
     split_k: int = 1
@@ -56,6 +62,10 @@ class Tile:
         )
 
 
+WIDE = Tile(kernel="wide", block_m=128, block_n=256, num_stages=4)
+"""For any Hopper card: nothing about it depends on the number of multiprocessors."""
+
+
 def problem_of(shape: tuple[int, int], group_size: int | None) -> str:
     """The key of a weight in a tile table."""
     unit = f"g{group_size}" if group_size else "channel"
@@ -74,7 +84,11 @@ def choose(
     if deterministic:
         return fixed(num_rows, target)
     measured = lookup(target.name, "w4a16", problem_of(shape, group_size), num_rows)
-    return Tile(**measured) if measured else rule(num_rows, shape, target)
+    if measured:
+        return Tile(**measured)
+    if num_rows > 64 and target.arch == 90 and shape[1] % WIDE_BLOCK_K == 0:
+        return WIDE
+    return rule(num_rows, shape, target)
 
 
 def fixed(num_rows: int, target: KernelTarget) -> Tile:
@@ -105,6 +119,11 @@ def num_whole_tiles(num_tiles: int, num_sms: int, tile: Tile) -> int:
     return num_tiles // num_sms * num_sms if tile.split_tail else 0
 
 
+def num_programs(num_units: int, num_sms: int) -> int:
+    """Programs of "wide", which share out the K-blocks of all tiles."""
+    return min(num_units, num_sms)
+
+
 def scratch_of(
     shape: tuple[int, int], group_size: int | None, target: KernelTarget, deterministic: bool
 ) -> tuple[int, int]:
@@ -115,6 +134,10 @@ def scratch_of(
     sums, counters = 0, 0
     for num_rows in (1, 8, 16, 32, 64, 128, 256, 512, 1024):
         tile = choose(num_rows, shape, group_size, target, deterministic)
+        if tile.kernel == "wide":
+            sums = max(sums, 2 * target.num_sms * tile.block_m * tile.block_n)
+            counters = max(counters, 2 * target.num_sms)
+            tile = rule(num_rows, shape, target)  # for weights that "wide" does not serve
         if tile.kernel in ("dense", "gemv") or tile.split_k == 1:
             continue
         tiles = -(-shape[0] // tile.block_n) * -(-num_rows // tile.block_m)
