@@ -58,11 +58,9 @@ def step_arrays(rows_D5: Ints, pieces: Seq[Piece], block_size: int) -> StepArray
     first = len(rows_D5)
     for piece in pieces:
         span = np.arange(piece.start, piece.start + len(piece.tokens))
-        token_ids.append(np.array(piece.tokens))
+        token_ids.append(np.fromiter(piece.tokens, np.int64, len(piece.tokens)))
         all_positions.append(span)
-        kv_slots.append(
-            np.array(piece.block_ids)[span // block_size] * block_size + span % block_size
-        )
+        kv_slots.append(_slots(piece, block_size))
         wanted.append(first + np.array(piece.wanted, np.int64))
         first += len(span)
     return StepArrays(
@@ -77,6 +75,15 @@ def step_arrays(rows_D5: Ints, pieces: Seq[Piece], block_size: int) -> StepArray
         ),
         num_decodes=len(rows_D5),
     )
+
+
+def _slots(piece: Piece, block_size: int) -> Longs:
+    """Where the KV of each of its tokens goes."""
+    end = piece.start + len(piece.tokens)
+    begun = piece.start // block_size
+    blocks = np.array(piece.block_ids[begun : -(-end // block_size)], np.int64)
+    slots = (blocks[:, None] * block_size + np.arange(block_size)).ravel()
+    return slots[piece.start - begun * block_size : end - begun * block_size]
 
 
 def block_tables(pieces: Seq[Piece]) -> Ints:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 Ints = NDArray[np.int32]
 _ALIGNED = 4  # int32 words in 16 bytes
+_PADDING = np.zeros(_ALIGNED, np.int32)
 
 
 def upload(values: Ints, device: torch.device) -> Tensor:
@@ -29,19 +30,19 @@ def upload(values: Ints, device: torch.device) -> Tensor:
 def upload_all(parts: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Tensors of int32 and int64 arrays of any shape, in one copy.
 
-    Each begins at a multiple of 16 bytes: kernels are compiled apart for those that do not.
+    Each begins at a multiple of 16 bytes: kernels are compiled apart for those that do not. A step
+    begins when these are there, so torch is called as little as can be.
     """
-    words = [np.ascontiguousarray(part).view(np.int32).ravel() for part in parts]
-    starts = np.cumsum([0, *(-(-len(word) // _ALIGNED) * _ALIGNED for word in words)])
-    buffer = np.zeros(starts[-1], np.int32)
-    for start, word in zip(starts, words, strict=False):
-        buffer[start : start + len(word)] = word
-    sent = upload(buffer, device)
+    words: list[Ints] = []
+    for part in parts:
+        flat = np.ascontiguousarray(part).view(np.int32).ravel()
+        words += (flat, _PADDING[: -len(flat) % _ALIGNED])
+    sent = torch.split(upload(np.concatenate(words), device), [len(word) for word in words])
     found = []
-    for part, start, word in zip(parts, starts.tolist(), words, strict=False):
-        tensor = sent[start : start + len(word)]
-        tensor = tensor.view(torch.int64) if part.dtype == np.int64 else tensor
-        found.append(tensor.view(part.shape))
+    for part, tensor in zip(parts, sent[::2], strict=True):
+        if part.dtype == np.int64:
+            tensor = tensor.view(torch.int64)
+        found.append(tensor if part.ndim == 1 else tensor.view(part.shape))
     return found
 
 

@@ -122,14 +122,18 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: KVCache) -> Tensor:
         """Write the step's K/V; final hidden states [R, E] of the rows `step.logit_rows_R`."""
-        plan = self._plan(step, kv)
         residual_TE = self._embed(step.token_ids_T)
         eps = self.spec.norm_eps
         first = self.layers[0]
         normed = rms_norm(residual_TE, first.norms.attention, eps, first.qkv.activations)
+        plan: StepPlan | None = None
         for i, layer in enumerate(self.layers):
             is_last = i + 1 == len(self.layers)
-            attended_TE = self._attend(i, normed, step, plan, kv)
+            qkv = layer.qkv(normed)
+            if plan is None:  # the first product keeps a device busy meanwhile
+                plan = self._plan(step, kv)
+            attended_TE = self._attend(i, qkv, step, plan, kv)
+            del qkv
             if is_last and step.logit_rows_R is not None:
                 # Nothing of the other rows is read any more: their K/V is written.
                 rows = step.logit_rows_R
@@ -143,8 +147,8 @@ class Decoder:
             x_TE = self._mlp(layer, normed)
             if not is_last:
                 after = self.layers[i + 1]
-                norm, qkv = after.norms.attention, after.qkv.activations
-                residual_TE, normed = add_rms_norm(x_TE, residual_TE, norm, eps, qkv)
+                norm, quantized = after.norms.attention, after.qkv.activations
+                residual_TE, normed = add_rms_norm(x_TE, residual_TE, norm, eps, quantized)
         return add_rms_norm(x_TE, residual_TE, self.final_norm, eps)[1]
 
     @torch.inference_mode()
@@ -187,6 +191,7 @@ class Decoder:
             query_starts_S1=step.query_starts_S1 if self.has_kernels else None,
             seq_lens_S=step.seq_lens_S if self.has_kernels else None,
             num_decodes=step.num_decodes,
+            heads=self.spec.heads,
             pool_dtype=kv.pools[0].dtype,
             deterministic=self.options.deterministic,
             workspace=self.options.workspace,
@@ -195,13 +200,12 @@ class Decoder:
     def _attend(
         self,
         i: int,
-        normed: Tensor | QuantizedActivations,
+        qkv: Tensor,
         step: StepInputs,
         plan: StepPlan,
         kv: KVCache,
     ) -> Tensor:
         spec, layer = self.spec, self.layers[i]
-        qkv = layer.qkv(normed)
         heads_THD = qkv.view(len(qkv), -1, spec.head_dim)
         if plan.kv_rows is None:
             self._rotate_and_store(i, heads_THD, step, kv)
