@@ -2,8 +2,9 @@
 
 Triton's own launch binds, specializes and looks up its arguments in some 40 us; a step outside of a
 graph launches 300 kernels. Here the same launch is found by a key of what Triton specializes on:
-types, constants, pointers and integers that are multiples of 16, integers that are 1. Whatever the
-key does not cover takes Triton's own way. Launch hooks are not called.
+types, constants, pointers and integers that are multiples of 16, integers that are 1, blocks of
+tensor descriptors. Whatever the key does not cover takes Triton's own way. Launch hooks are not
+called.
 """
 
 from __future__ import annotations
@@ -106,4 +107,7 @@ def _trait(value: Any) -> Any:
         return kind
     if value is None:
         return (kind, value)
+    if kind.__name__ == "TensorDescriptor":  # Triton has two: Gluon's also says how it is laid out
+        layout = getattr(value, "layout", None)
+        return (kind, value.base.dtype, tuple(value.block_shape), layout)
     return None

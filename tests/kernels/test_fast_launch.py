@@ -96,6 +96,17 @@ def test_whatever_triton_compiles_apart_is_kept_apart(launched: tuple[Any, Recor
     assert len(seen.slow) == len(seen.quick) == len(different())
 
 
+def test_descriptors_are_told_apart_by_their_blocks(launched: tuple[Any, Recorder]) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    kernel, seen = launched
+    wide, narrow = torch.zeros(64, 64), torch.zeros(64, 64, dtype=torch.float16)
+    for tensor, block in ((wide, [8, 8]), (wide, [8, 16]), (narrow, [8, 8]), (wide[:32], [8, 8])):
+        kernel[(1,)](TensorDescriptor.from_tensor(tensor, block), 2, 0.5, WIDTH=8)
+    assert (len(seen.slow), len(seen.quick)) == (3, 1)
+    assert seen.quick[0][9].shape == (32, 64), "the descriptor itself is handed on"
+
+
 def test_what_is_not_known_takes_tritons_way(launched: tuple[Any, Recorder]) -> None:
     kernel, seen = launched
     for _ in range(2):
