@@ -27,6 +27,7 @@ import triton
 from compile_case import CompileCase
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -51,7 +52,8 @@ def source_of(case: CompileCase, target: str) -> ASTSource:
         for index, name in enumerate(kernel.arg_names)
         if name in case.aligned or (types[name].startswith("*") and name not in case.unaligned)
     ]
-    return ASTSource(
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    return kind(
         fn=kernel,
         signature={name: types[name] for name in kernel.arg_names},
         constexprs=constants,

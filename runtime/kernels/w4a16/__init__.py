@@ -16,7 +16,8 @@ from runtime.kernels.w4a16.pack import (
 )
 from runtime.kernels.w4a16.reference import w4a16_linear_reference
 from runtime.kernels.w4a16.slices import gated_in_slices
-from runtime.kernels.w4a16.tile import Tile, choose
+from runtime.kernels.w4a16.tile import Tile, choose, rule
+from runtime.kernels.w4a16.wide import serves
 
 __all__ = [
     "W4A16Weight",
@@ -58,10 +59,8 @@ def _tile(x_TK: Tensor, weight: W4A16Weight) -> Tile | None:
     """The tile to launch, None where the reference serves."""
     if not uses_triton(x_TK.device) or x_TK.dtype not in HALF_DTYPES or x_TK.shape[0] == 0:
         return None
-    return choose(
-        x_TK.shape[0],
-        weight.shape,
-        weight.group_size,
-        target_of(x_TK.device),
-        weight.options.deterministic,
-    )
+    num_rows, target = x_TK.shape[0], target_of(x_TK.device)
+    tile = choose(num_rows, weight.shape, weight.group_size, target, weight.options.deterministic)
+    if tile.kernel == "wide" and not serves(weight):
+        return rule(num_rows, weight.shape, target)
+    return tile

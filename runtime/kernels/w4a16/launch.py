@@ -9,6 +9,7 @@ from torch.nn import functional
 from runtime.kernels.backend import KernelTarget, target_of
 from runtime.kernels.w4a16.pack import ROWS, W4A16Weight
 from runtime.kernels.w4a16.tile import Tile, num_whole_tiles
+from runtime.kernels.w4a16.wide import launch_wide
 
 
 def launch(
@@ -29,6 +30,8 @@ def launch(
         _launch_few(x_TK, weight, bias, out_TN, tile, act)
     elif tile.kernel == "warp":
         _launch_warp(x_TK, weight, bias, out_TN, tile, act)
+    elif tile.kernel == "wide":
+        launch_wide(x_TK, weight, bias, out_TN, tile)
     else:
         _launch_tile(x_TK, weight, bias, out_TN, tile, act)
     return out_TN

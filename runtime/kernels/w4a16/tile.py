@@ -13,7 +13,6 @@ from typing import Literal
 from runtime.kernels.backend import KernelTarget
 from runtime.kernels.tiles import lookup
 
-
 WIDE_BLOCK_K = 128
 """Inputs of the K-blocks that "wide" takes."""
 
@@ -86,8 +85,6 @@ def choose(
     measured = lookup(target.name, "w4a16", problem_of(shape, group_size), num_rows)
     if measured:
         return Tile(**measured)
-    if num_rows > 64 and target.arch == 90 and shape[1] % WIDE_BLOCK_K == 0:
-        return WIDE
     return rule(num_rows, shape, target)
 
 

@@ -1,0 +1,398 @@
+"""W4A16 for many rows on Hopper, in Gluon: one warp copies, two warpgroups unpack and multiply.
+
+What plain Triton cannot say: that the warps of a program do different things. Here a warp feeds
+stages of shared memory through the copy engine (TMA), and two warpgroups, which share the inputs
+but not a barrier, each own half of a tile's weight rows: while one unpacks, the other multiplies,
+and either has its next operand ready before its last product ends. Programs are as many as
+multiprocessors and share out all K-blocks of all tiles evenly; a tile that several share is added
+up by all of them, each a part, in the order of K.
+
+Codes, scales and the arithmetic are `kernel.py`'s with SCALING "weights": a weight is
+(code - 8) * scale, rounded to the compute type, as `pack.unpack_w4a16` has it. Serves symmetric
+weights with one group per K-block of 128 and 16-bit scales, K a multiple of 128.
+
+Imports triton; `runtime.kernels.w4a16.launch` imports this only where it launches.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from runtime.kernels.w4a16.wide_parts import load_words, unpack_half
+
+# Names that changed between Triton 3.6 and 3.9.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+CONSUMERS = gl.constexpr(2)
+CHUNK = gl.constexpr(16)
+"""Rows of inputs that are added up at a time."""
+
+
+@gluon.jit
+def _locate(i, program, programs, num_kb, num_whole, shared_begin):
+    """(tile, K-block) of a program's i-th unit: first its whole tiles, one of each wave of
+    programs, then its share of the K-blocks of the tiles that no full wave is left for."""
+    whole = i < num_whole * num_kb
+    unit = shared_begin + i - num_whole * num_kb
+    tile = gl.where(whole, i // num_kb * programs + program, num_whole * programs + unit // num_kb)
+    return tile, gl.where(whole, i, unit) % num_kb
+
+
+@gluon.jit
+def _share_begin(program, programs, num_shared):
+    """The first of the `num_shared` units that this program and those after it share."""
+    sharers = gl.maximum(gl.minimum(programs, num_shared), 1)
+    return gl.minimum(program, sharers) * num_shared // sharers
+
+
+@gluon.jit
+def _sharer_of(unit, programs, num_shared):
+    """The program whose share a unit is in."""
+    return ((unit + 1) * gl.minimum(programs, num_shared) - 1) // num_shared
+
+
+@gluon.jit
+def _load_weights(
+    codes_desc, scale_desc, zero_desc, code_bufs, scale_bufs, zero_bufs, bar, stage, tile, kb,
+    num_groups, num_m_tiles, STAGES: gl.constexpr,
+):  # fmt: skip
+    PER_BLOCK: gl.constexpr = scale_bufs.shape[0] // STAGES
+    first = tile // num_m_tiles * codes_desc.block_shape[0]
+    tma_load(codes_desc, [first, kb * 16, 0], bar, code_bufs.index(stage))
+    for g in gl.static_range(PER_BLOCK):
+        at = stage * PER_BLOCK + g
+        tma_load(scale_desc, [first, kb * num_groups + g, 0], bar, scale_bufs.index(at))
+        if zero_desc is not None:
+            tma_load(zero_desc, [first, kb * num_groups + g, 0], bar, zero_bufs.index(at))
+
+
+@gluon.jit
+def _load_inputs(x_desc, x_bufs, bar, stage, tile, kb, num_m_tiles):
+    m = tile % num_m_tiles * x_desc.block_shape[0]
+    tma_load(x_desc, [m, kb * 128], bar, x_bufs.index(2 * stage))
+    tma_load(x_desc, [m, kb * 128 + 64], bar, x_bufs.index(2 * stage + 1))
+
+
+@gluon.jit
+def _produce(
+    x_desc, codes_desc, scale_desc, zero_desc, x_bufs, code_bufs, scale_bufs, zero_bufs, full,
+    empty, num_kb, num_groups, num_m_tiles, program, programs, num_whole, shared_begin, num_units,
+):  # fmt: skip
+    """Fill stages with inputs, codes, scales and zero points, a unit each."""
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK_M: gl.constexpr = x_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = 16 * codes_desc.block_shape[0]
+    COLUMN: gl.constexpr = 2 if zero_desc is None else 3
+    BYTES: gl.constexpr = BLOCK_M * 256 + BLOCK_N * (64 + scale_bufs.shape[0] // STAGES * COLUMN)
+    ahead = gl.minimum(num_units, STAGES)
+    for i in range(ahead):
+        tile, kb = _locate(i, program, programs, num_kb, num_whole, shared_begin)
+        bar = full.index(i)
+        mbarrier.expect(bar, BYTES)
+        _load_weights(
+            codes_desc, scale_desc, zero_desc, code_bufs, scale_bufs, zero_bufs, bar, i, tile, kb,
+            num_groups, num_m_tiles, STAGES,
+        )  # fmt: skip
+    # Returns at once where the launch was not a dependent one.
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    for i in range(ahead):
+        tile, kb = _locate(i, program, programs, num_kb, num_whole, shared_begin)
+        _load_inputs(x_desc, x_bufs, full.index(i), i, tile, kb, num_m_tiles)
+    for i in range(ahead, num_units):
+        tile, kb = _locate(i, program, programs, num_kb, num_whole, shared_begin)
+        stage = i % STAGES
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
+        mbarrier.expect(bar, BYTES)
+        _load_inputs(x_desc, x_bufs, bar, stage, tile, kb, num_m_tiles)
+        _load_weights(
+            codes_desc, scale_desc, zero_desc, code_bufs, scale_bufs, zero_bufs, bar, stage, tile,
+            kb, num_groups, num_m_tiles, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _store_part(acc, out_ptr, bias_ptr, n, m, M, N, OUT: gl.constexpr):
+    """acc [64, BLOCK_M] + bias to out [M, N], from weight row `n` and input row `m` on."""
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    ROWS: gl.constexpr = gl.SliceLayout(0, OUT)
+    COLS: gl.constexpr = gl.SliceLayout(1, OUT)
+    if bias_ptr is not None:
+        at = n + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+        acc += gl.load(bias_ptr + at, mask=at < N, other=0.0).to(gl.float32)[:, None]
+    y = gl.convert_layout(gl.permute(acc.to(out_ptr.dtype.element_ty), (1, 0)), OUT)
+    rows = n + gl.arange(0, 64, ROWS)
+    cols = m + gl.arange(0, BLOCK_M, COLS)
+    at = cols.to(gl.int64)[:, None] * N + rows[None, :]
+    gl.store(out_ptr + at, y, mask=(cols < M)[:, None] & (rows < N)[None, :])
+
+
+@gluon.jit
+def _keep_part(acc, slot_ptr, FIRST: gl.constexpr, BLOCK_N: gl.constexpr):
+    """acc [64, BLOCK_M] to a slot [BLOCK_M, BLOCK_N] of scratch memory."""
+    C: gl.constexpr = acc.type.layout
+    rows = FIRST + gl.arange(0, 64, gl.SliceLayout(1, C))
+    cols = gl.arange(0, acc.shape[1], gl.SliceLayout(0, C))
+    at = cols[None, :] * BLOCK_N + rows[:, None]
+    gl.store(slot_ptr + at, acc, cache_modifier=".cg")
+
+
+@gluon.jit
+def _add_up(
+    shared_tile, partials_ptr, counters_ptr, out_ptr, bias_ptr, program, programs, num_whole,
+    num_shared, num_kb, num_m_tiles, M, N,
+    WHO: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """This program's chunks of a shared tile: wait until all parts are there, add them in the
+    order of K, store. The last to leave puts the counter back to zero."""
+    SIZE: gl.constexpr = BLOCK_M * BLOCK_N
+    WIDTH: gl.constexpr = BLOCK_N // CONSUMERS
+    LANES: gl.constexpr = WIDTH // 4
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
+    first = _sharer_of(shared_tile * num_kb, programs, num_shared)
+    count = _sharer_of(shared_tile * num_kb + num_kb - 1, programs, num_shared) - first + 1
+    counter = counters_ptr + shared_tile * CONSUMERS + WHO
+    arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    while arrived < count:
+        arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    inner_n = WHO * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, L))
+    inner_m = gl.arange(0, CHUNK, gl.SliceLayout(1, L))
+    tile = num_whole * programs + shared_tile
+    n = tile // num_m_tiles * BLOCK_N + inner_n
+    for chunk in range(program - first, BLOCK_M // CHUNK, count):
+        at = (chunk * CHUNK + inner_m)[:, None] * BLOCK_N + inner_n[None, :]
+        # The first program of a tile ends with it (slot 1), the others begin with it (slot 0).
+        acc = gl.load(partials_ptr + (2 * first + 1).to(gl.int64) * SIZE + at, cache_modifier=".cg")
+        for other in range(first + 1, first + count, 4):
+            slots = partials_ptr + (2 * other).to(gl.int64) * SIZE + at
+            last = first + count - 1 - other
+            a = gl.load(slots, cache_modifier=".cg")
+            b = gl.load(slots + 2 * SIZE, mask=last >= 1, other=0.0, cache_modifier=".cg")
+            c = gl.load(slots + 4 * SIZE, mask=last >= 2, other=0.0, cache_modifier=".cg")
+            d = gl.load(slots + 6 * SIZE, mask=last >= 3, other=0.0, cache_modifier=".cg")
+            acc = acc + a + b + c + d
+        m = tile % num_m_tiles * BLOCK_M + chunk * CHUNK + inner_m
+        if bias_ptr is not None:
+            acc += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
+        out = out_ptr + m.to(gl.int64)[:, None] * N + n[None, :]
+        ok = (m < M)[:, None] & (n < N)[None, :]
+        gl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
+    barrier()
+    left = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if left == 2 * count - 1:
+        gl.store(counter, 0)
+
+
+@gluon.jit
+def _consume(
+    x_bufs, code_bufs, scale_bufs, zero_bufs, full, empty, out_ptr, bias_ptr, partials_ptr,
+    counters_ptr, M, N, num_kb, num_m_tiles, program, programs, num_whole, shared_begin,
+    num_shared, num_units,
+    WHO: gl.constexpr,
+):  # fmt: skip
+    """A program's units, for PARTS * 64 rows of each tile."""
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK_M: gl.constexpr = x_bufs.shape[1]
+    BLOCK_N: gl.constexpr = 16 * code_bufs.shape[1]
+    PARTS: gl.constexpr = BLOCK_N // (64 * CONSUMERS)
+    PER_BLOCK: gl.constexpr = scale_bufs.shape[0] // STAGES
+    FIRST: gl.constexpr = WHO * PARTS * 64
+    SECOND: gl.constexpr = FIRST + 64
+    SIZE: gl.constexpr = BLOCK_M * BLOCK_N
+    C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, C, 2)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    mbarrier.wait(full.index(0), 0)
+    words = load_words(code_bufs, 0, FIRST, A)
+    w = unpack_half(words, scale_bufs, zero_bufs, 0, FIRST, 0, PER_BLOCK, A)
+    begin = 0
+    while begin < num_units:
+        tile, kb = _locate(begin, program, programs, num_kb, num_whole, shared_begin)
+        end = gl.minimum(num_units, begin + num_kb - kb)
+        acc = gl.zeros([64, BLOCK_M], gl.float32, C)
+        more = acc
+        for i in range(begin, end):
+            # A product runs while the weights of the one after it are unpacked. None may run on
+            # into the next iteration: ptxas would then wait for every single instruction.
+            stage = i % STAGES
+            x_low = x_bufs.index(2 * stage).permute((1, 0))
+            x_high = x_bufs.index(2 * stage + 1).permute((1, 0))
+            acc = warpgroup_mma(w, x_low, acc, is_async=True)
+            words = load_words(code_bufs, stage, FIRST, A)
+            if PARTS == 2:
+                words_2 = load_words(code_bufs, stage, SECOND, A)
+                w_2 = unpack_half(words_2, scale_bufs, zero_bufs, stage, SECOND, 0, PER_BLOCK, A)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                more = warpgroup_mma(w_2, x_low, more, is_async=True)
+                w = unpack_half(words, scale_bufs, zero_bufs, stage, FIRST, 1, PER_BLOCK, A)
+                more = warpgroup_mma_wait(0, deps=(more,))
+                acc = warpgroup_mma(w, x_high, acc, is_async=True)
+                w_2 = unpack_half(words_2, scale_bufs, zero_bufs, stage, SECOND, 1, PER_BLOCK, A)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                more = warpgroup_mma(w_2, x_high, more, is_async=True)
+            else:
+                w = unpack_half(words, scale_bufs, zero_bufs, stage, FIRST, 1, PER_BLOCK, A)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                acc = warpgroup_mma(w, x_high, acc, is_async=True)
+            after = (i + 1) % STAGES
+            mbarrier.wait(full.index(after), (i + 1) // STAGES & 1, pred=i + 1 < num_units)
+            words = load_words(code_bufs, after, FIRST, A)
+            w = unpack_half(words, scale_bufs, zero_bufs, after, FIRST, 0, PER_BLOCK, A)
+            if PARTS == 2:
+                more = warpgroup_mma_wait(0, deps=(more,))
+            else:
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index(stage), count=1)
+        n = tile // num_m_tiles * BLOCK_N + FIRST
+        m = tile % num_m_tiles * BLOCK_M
+        if end - begin == num_kb:
+            _store_part(acc, out_ptr, bias_ptr, n, m, M, N, OUT)
+            if PARTS == 2:
+                _store_part(more, out_ptr, bias_ptr, n + 64, m, M, N, OUT)
+        else:
+            slot = 2 * program + (kb == 0).to(gl.int32)
+            slot_ptr = partials_ptr + slot.to(gl.int64) * SIZE
+            _keep_part(acc, slot_ptr, FIRST, BLOCK_N)
+            if PARTS == 2:
+                _keep_part(more, slot_ptr, SECOND, BLOCK_N)
+            barrier()
+            counter = counters_ptr + (tile - num_whole * programs) * CONSUMERS + WHO
+            gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        begin = end
+    # All of a program's parts are kept before it waits for others'.
+    shared_end = shared_begin + num_units - num_whole * num_kb
+    first = shared_begin // num_kb
+    last = (shared_end - 1) // num_kb
+    if shared_end > shared_begin:
+        if (shared_begin > first * num_kb) | (shared_end < first * num_kb + num_kb):
+            _add_up(
+                first, partials_ptr, counters_ptr, out_ptr, bias_ptr, program, programs, num_whole,
+                num_shared, num_kb, num_m_tiles, M, N, WHO, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        if (last > first) & (shared_end < last * num_kb + num_kb):
+            _add_up(
+                last, partials_ptr, counters_ptr, out_ptr, bias_ptr, program, programs, num_whole,
+                num_shared, num_kb, num_m_tiles, M, N, WHO, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _consume_first(
+    x_bufs, code_bufs, scale_bufs, zero_bufs, full, empty, out_ptr, bias_ptr, partials_ptr,
+    counters_ptr, M, N, num_kb, num_m_tiles, program, programs, num_whole, shared_begin,
+    num_shared, num_units,
+):  # fmt: skip
+    _consume(
+        x_bufs, code_bufs, scale_bufs, zero_bufs, full, empty, out_ptr, bias_ptr, partials_ptr,
+        counters_ptr, M, N, num_kb, num_m_tiles, program, programs, num_whole, shared_begin,
+        num_shared, num_units, 0,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consume_second(
+    x_bufs, code_bufs, scale_bufs, zero_bufs, full, empty, out_ptr, bias_ptr, partials_ptr,
+    counters_ptr, M, N, num_kb, num_m_tiles, program, programs, num_whole, shared_begin,
+    num_shared, num_units,
+):  # fmt: skip
+    _consume(
+        x_bufs, code_bufs, scale_bufs, zero_bufs, full, empty, out_ptr, bias_ptr, partials_ptr,
+        counters_ptr, M, N, num_kb, num_m_tiles, program, programs, num_whole, shared_begin,
+        num_shared, num_units, 1,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M", "num_kb", "num_groups", "num_m_tiles", "num_tiles"])
+def wide_kernel(
+    x_desc,
+    codes_desc,
+    scale_desc,
+    zero_desc,
+    bias_ptr,
+    out_ptr,
+    partials_ptr,
+    counters_ptr,
+    M,
+    N,
+    num_kb,
+    num_groups,
+    num_m_tiles,
+    num_tiles,
+    PER_BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """out [M, N] = x w.T + bias, in tiles of BLOCK_N weight rows by BLOCK_M input rows.
+
+    Grid: at most one program a multiprocessor and one a unit, where a unit is a K-block of a tile
+    and K is fastest, M next, so that programs beside each other share weights and inputs in L2.
+    x_desc: [M, K] in blocks [BLOCK_M, 64]. codes_desc: [R, num_kb * 16, 32] in blocks
+    [BLOCK_N / 16, 16, 32]. scale_desc: [R, num_kb, 16] in blocks [BLOCK_N / 16, 1, 16].
+    partials: two slots of a tile each a program. counters: two a tile, zero before and after.
+    """
+    if PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    num_whole = num_tiles // programs
+    num_shared = (num_tiles - num_whole * programs) * num_kb
+    shared_begin = _share_begin(program, programs, num_shared)
+    shared_end = _share_begin(program + 1, programs, num_shared)
+    num_units = num_whole * num_kb + shared_end - shared_begin
+    x_bufs = gl.allocate_shared_memory(
+        x_desc.dtype, [2 * STAGES] + x_desc.block_shape, x_desc.layout
+    )
+    code_bufs = gl.allocate_shared_memory(
+        codes_desc.dtype, [STAGES] + codes_desc.block_shape, codes_desc.layout
+    )
+    scale_bufs = gl.allocate_shared_memory(
+        scale_desc.dtype, [STAGES * PER_BLOCK] + scale_desc.block_shape, scale_desc.layout
+    )
+    if zero_desc is None:
+        zero_bufs: gl.constexpr = None
+    else:
+        zero_bufs = gl.allocate_shared_memory(
+            zero_desc.dtype, [STAGES * PER_BLOCK] + zero_desc.block_shape, zero_desc.layout
+        )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    fence_async_shared()
+    barrier()
+    shared = (
+        x_bufs, code_bufs, scale_bufs, zero_bufs, full, empty, out_ptr, bias_ptr, partials_ptr,
+        counters_ptr, M, N, num_kb, num_m_tiles, program, programs, num_whole, shared_begin,
+        num_shared, num_units,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume_first, shared),
+            (_consume_second, shared),
+            (
+                _produce,
+                (
+                    x_desc, codes_desc, scale_desc, zero_desc, x_bufs, code_bufs, scale_bufs,
+                    zero_bufs, full, empty, num_kb, num_groups, num_m_tiles, program, programs,
+                    num_whole, shared_begin, num_units,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""W4A16 in Gluon: words in shared memory become operands in registers.
+
+Imports triton, so only kernels import this.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@triton.constexpr_function
+def _unpack_asm(plane, is_bf16, is_symmetric):
+    """Two codes at bit 4 * plane of $1's halves -> (code - zero point) * $2, two of them. $3 is
+    the zero point + the excess of `kernel_parts.excess`."""
+    magic, eight = ("0x43004300", "0x43084308") if is_bf16 else ("0x64006400", "0x64086408")
+    kind = "bf16x2" if is_bf16 else "f16x2"
+    shift = f"shr.u32 t, $1, {4 * plane};" if plane else "mov.b32 t, $1;"
+    offset = eight if is_symmetric else "$3"
+    return (
+        f"{{ .reg .b32 t, e; mov.b32 e, {offset}; {shift} "
+        f"lop3.b32 t, t, 0x000f000f, {magic}, 0xea; "
+        f"sub.rn.{kind} t, t, e; mul.rn.{kind} $0, t, $2; }}"
+    )
+
+
+@gluon.jit
+def _unpack(words, scale, zero, PLANE: gl.constexpr):
+    """Weights [64, 32] of a plane in the type of `scale` [64, 1]; zero: None for 8 everywhere."""
+    asm: gl.constexpr = _unpack_asm(PLANE, scale.dtype == gl.bfloat16, zero is None)
+    if zero is None:
+        w = gl.inline_asm_elementwise(
+            asm, "=r,r,r", [words, scale], dtype=scale.dtype, is_pure=True, pack=2
+        )
+    else:
+        EXCESS: gl.constexpr = 128 if scale.dtype == gl.bfloat16 else 1024
+        offset = (zero.to(gl.float32) + EXCESS).to(scale.dtype)
+        w = gl.inline_asm_elementwise(
+            asm, "=r,r,r,r", [words, scale, offset], dtype=scale.dtype, is_pure=True, pack=2
+        )
+    return w
+
+
+@gluon.jit
+def load_words(code_bufs, stage, FIRST: gl.constexpr, A: gl.constexpr):
+    """The words [64, 32] of a tile's rows from FIRST on, as an operand."""
+    ROWS: gl.constexpr = 16 * code_bufs.shape[1]
+    return code_bufs.index(stage).reshape((ROWS, 32)).slice(FIRST, 64).load(A)
+
+
+@gluon.jit
+def _load_column(bufs, at, FIRST: gl.constexpr, A: gl.constexpr):
+    """The scales or zero points [64, 1] of a tile's rows from FIRST on."""
+    ROWS: gl.constexpr = 16 * bufs.shape[1]
+    rows = bufs.index(at).reshape((ROWS,)).slice(FIRST, 64)
+    return gl.expand_dims(rows.load(gl.SliceLayout(1, A)), 1)
+
+
+@gluon.jit
+def unpack_half(
+    words, scale_bufs, zero_bufs, stage, FIRST: gl.constexpr, HALF: gl.constexpr,
+    PER_BLOCK: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """Planes 2 HALF and 2 HALF + 1 side by side: weights [64, 64]. Registers are renamed, nothing
+    moves."""
+    group = stage * PER_BLOCK + HALF * PER_BLOCK // 2
+    scale = _load_column(scale_bufs, group, FIRST, A)
+    zero = zero_bufs
+    if zero_bufs is not None:
+        zero = _load_column(zero_bufs, group, FIRST, A)
+    low = _unpack(words, scale, zero, 2 * HALF)
+    if PER_BLOCK == 4:
+        scale = _load_column(scale_bufs, group + 1, FIRST, A)
+        if zero_bufs is not None:
+            zero = _load_column(zero_bufs, group + 1, FIRST, A)
+    high = _unpack(words, scale, zero, 2 * HALF + 1)
+    both = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), (64, 64))
+    return gl.convert_layout(both, A, assert_trivial=True)
