@@ -86,7 +86,8 @@ class Bench:
                 "query_starts_S1": starts,
                 "seq_lens_S": lens,
                 "num_decodes": case.batch if case.queries == 1 else 0,
-                "max_query_len": case.queries,
+                "heads": self.heads,
+                "num_tokens": case.batch * case.queries,
             }
         return PagedBatch(
             block_tables_SB=self.tables_SB if is_cuda else self.tables_SB.long(),

@@ -192,6 +192,7 @@ class Decoder:
             seq_lens_S=step.seq_lens_S if self.has_kernels else None,
             num_decodes=step.num_decodes,
             heads=self.spec.heads,
+            num_tokens=len(step.token_ids_T),
             pool_dtype=kv.pools[0].dtype,
             deterministic=self.options.deterministic,
             workspace=self.options.workspace,

@@ -1,7 +1,11 @@
-"""Paged attention and the rotate-and-store kernel on a GPU: real types, real sizes, any shape."""
+"""Paged attention and the rotate-and-store kernel on a GPU: real types, real sizes, any shape.
+
+Every case is a kernel to compile: they are few, and compiled side by side before the first test.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime.kernels.attention import PagedBatch, attention, plan_attention
+from runtime.kernels.compile_ahead import compiling_ahead
 from runtime.kernels.kv_store.reference import FP8, stored_kv
 from runtime.kernels.rope_kv import rope_kv
 from runtime.kernels.rope_kv.reference import rope_kv_reference
@@ -68,6 +73,8 @@ class Step:
             query_starts_S1=_ints([0, *accumulate(self.query_lens)]),
             seq_lens_S=_ints(self.seq_lens),
             num_decodes=self.num_decodes,
+            heads=self.q_THD.shape[1],
+            num_tokens=len(self.q_THD),
             pool_dtype=self.pool.dtype,
             deterministic=deterministic,
             workspace=workspace,
@@ -177,39 +184,95 @@ def make_step(
     )
 
 
-@pytest.mark.parametrize("pool_dtype", POOL_TYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_mixed_steps(shape: Shape, pool_dtype: torch.dtype) -> None:
-    query_lens = [1, 1, 1, 1, 1, 200, 700, 1, 33]
-    seq_lens = [1, 1153, 0, 4000, 64, 200, 1500, 90, 500]
-    step = make_step(query_lens, seq_lens, 5, shape, pool_dtype)
-    for window in (None, 100):
-        step.check(window)
-        step.check(window, deterministic=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    shape: Shape
+    pool_dtype: torch.dtype
+    windowed: bool
+    deterministic: bool
+
+
+CASES = [
+    Case(shape=Shape(), pool_dtype=dtype, windowed=windowed, deterministic=deterministic)
+    for dtype in POOL_TYPES for windowed in (False, True) for deterministic in (False, True)
+] + [
+    Case(shape=shape, pool_dtype=dtype, windowed=windowed, deterministic=False)
+    for shape in SHAPES[1:] for dtype in (torch.bfloat16, FP8) for windowed in (False, True)
+]  # fmt: skip
+MIXED = [1, 1, 1, 1, 1, 200, 700, 1, 33], [1, 1153, 0, 4000, 64, 200, 1500, 90, 500]
+# Numbers of decodes that take other tiles than MIXED's five.
+COUNTS = [1, 40, 70]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    def launch(step: Step, window: int | None, *, deterministic: bool) -> None:
+        workspace = Workspace("cuda")
+        plan = plan_attention(step.batch(workspace, deterministic=deterministic), window)
+        attention(
+            step.q_THD, step.pool, plan,
+            scale=0.1, head_scales_2K=step.head_scales_2K, token_scales=step.token_scales,
+        )  # fmt: skip
+
+    with compiling_ahead(os.cpu_count() or 1):
+        for case in CASES:
+            step = make_step(*MIXED, 5, case.shape, case.pool_dtype)
+            launch(step, 100 if case.windowed else None, deterministic=case.deterministic)
+        for count in COUNTS:
+            for dtype in (torch.bfloat16, FP8):
+                launch(make_step([1] * count, [9] * count, count, Shape(), dtype), None,
+                       deterministic=False)  # fmt: skip
+        for rope in ROPES:
+            rotate(*rope, "cuda")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_mixed_steps(case: Case) -> None:
+    step = make_step(*MIXED, 5, case.shape, case.pool_dtype)
+    step.check(100 if case.windowed else None, deterministic=case.deterministic)
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("count", COUNTS)
+def test_any_number_of_decodes(count: int, pool_dtype: torch.dtype) -> None:
+    """Alike lengths, which programs share out by heads, and lengths far apart."""
+    for seq_lens in (
+        [1200 - i % 40 for i in range(count)],
+        [(i * 997) % 3000 for i in range(count)],
+    ):
+        make_step([1] * count, seq_lens, count, Shape(), pool_dtype).check()
 
 
 lengths = st.one_of(st.integers(0, 70), st.integers(0, 3000), st.sampled_from([16, 64, 128, 1024]))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_step(data: st.DataObject) -> None:
-    decodes = data.draw(st.lists(lengths, max_size=40), label="decodes")
+    some = st.lists(lengths, min_size=5, max_size=32)
+    decodes = data.draw(st.one_of(st.just([]), some), label="decodes")
     chunks = data.draw(
         st.lists(st.tuples(st.integers(1, 600), st.integers(0, 1500)), max_size=4), label="chunks"
     )
     if not decodes and not chunks:
         return
+    case = data.draw(st.sampled_from(CASES), label="case")
     step = make_step(
         [1] * len(decodes) + [n for n, _ in chunks],
         decodes + [n + context for n, context in chunks],
         len(decodes),
-        data.draw(st.sampled_from(SHAPES), label="shape"),
-        data.draw(st.sampled_from(POOL_TYPES), label="pool"),
+        case.shape,
+        case.pool_dtype,
         data.draw(st.integers(0, 99), label="seed"),
     )
-    window = data.draw(st.one_of(st.none(), st.sampled_from([1, 64, 1000])), label="window")
-    step.check(window, deterministic=data.draw(st.booleans(), label="deterministic"))
+    window = data.draw(st.sampled_from([1, 64, 1000]), label="window") if case.windowed else None
+    step.check(window, deterministic=case.deterministic)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_long_prompts(dtype: torch.dtype) -> None:
+    """Many tiles of queries and of keys a program, with and without context."""
+    make_step([2048, 3, 1024, 1000], [2048, 5000, 1024, 1777], 0, Shape(), dtype).check()
 
 
 def test_a_row_depends_on_itself_alone() -> None:
@@ -278,17 +341,18 @@ def test_a_captured_step_follows_lengths_that_change() -> None:
         assert float((out.float() - wanted).norm()) <= TOLERANCE * float(wanted.norm())
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("rotary_dim", [128, 32])
-@pytest.mark.parametrize("pool_dtype", POOL_TYPES, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 37, 500])
-def test_rope_kv(num_tokens: int, pool_dtype: torch.dtype, rotary_dim: int, normed: bool) -> None:
-    """Codes equal the float32 reference's but where a sum in another order tips a rounding."""
+# tokens, type of the pool, rotated dimensions, with head norms
+ROPES = [(n, dtype, 128, False) for n in (1, 37, 500) for dtype in POOL_TYPES]
+ROPES += [(37, dtype, 32, True) for dtype in POOL_TYPES]
+
+
+def rotate(
+    num_tokens: int, pool_dtype: torch.dtype, rotary_dim: int, normed: bool, device: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries, pool and token scales, by the kernel on a GPU and by the reference on the CPU."""
     torch.manual_seed(0)
     rope = RopeSpec(kind="default", theta=5e5, rotary_dim=rotary_dim, trained_positions=8192)
     heads_THD = torch.randn(num_tokens, 48, 128).bfloat16()
-    pool = torch.zeros(50, 2, 8, 16, 128).to(pool_dtype)
-    token_scales = torch.zeros(50, 2, 8, 16) if pool_dtype == torch.int8 else None
     slots = torch.randperm(800)[:num_tokens].int()
     slots[num_tokens // 2] = -1
     arguments: dict[str, Any] = {
@@ -298,14 +362,26 @@ def test_rope_kv(num_tokens: int, pool_dtype: torch.dtype, rotary_dim: int, norm
         "q_norm": torch.rand(128) if normed else None,
         "k_norm": torch.rand(128) if normed else None,
         "head_scales_2K": torch.rand(2, 8) * 0.01 + 0.01 if pool_dtype == FP8 else None,
-        "token_scales": token_scales,
+        "token_scales": torch.zeros(50, 2, 8, 16) if pool_dtype == torch.int8 else None,
     }
-    on_gpu = {key: None if x is None else x.cuda() for key, x in arguments.items()}
-    found_pool, found = pool.cuda(), heads_THD.cuda()
-    rope_kv(found, found_pool, num_heads=32, eps=1e-5, **on_gpu)
-    wanted = rope_kv_reference(heads_THD, pool, num_heads=32, eps=1e-5, **arguments)
-    torch.testing.assert_close(found[:, :32].cpu(), wanted, rtol=8e-3, atol=1e-3)
+    arguments = {key: None if x is None else x.to(device) for key, x in arguments.items()}
+    heads_THD = heads_THD.to(device)
+    pool = torch.zeros(50, 2, 8, 16, 128).to(pool_dtype).to(device)
+    if device == "cpu":
+        q_THD = rope_kv_reference(heads_THD, pool, num_heads=32, eps=1e-5, **arguments)
+    else:
+        rope_kv(heads_THD, pool, num_heads=32, eps=1e-5, **arguments)
+        q_THD = heads_THD[:, :32]
+    return q_THD, pool, arguments["token_scales"]
+
+
+@pytest.mark.parametrize(("num_tokens", "pool_dtype", "rotary_dim", "normed"), ROPES, ids=str)
+def test_rope_kv(num_tokens: int, pool_dtype: torch.dtype, rotary_dim: int, normed: bool) -> None:
+    """Codes equal the float32 reference's but where a sum in another order tips a rounding."""
+    found, found_pool, found_scales = rotate(num_tokens, pool_dtype, rotary_dim, normed, "cuda")
+    wanted, pool, scales = rotate(num_tokens, pool_dtype, rotary_dim, normed, "cpu")
+    torch.testing.assert_close(found.cpu(), wanted, rtol=8e-3, atol=1e-3)
     differ = found_pool.cpu().view(torch.uint8) != pool.view(torch.uint8)
     assert float(differ.float().mean()) < 1e-3
-    if token_scales is not None:
-        torch.testing.assert_close(on_gpu["token_scales"].cpu(), token_scales)
+    if found_scales is not None:
+        torch.testing.assert_close(found_scales.cpu(), scales)

@@ -30,8 +30,8 @@ PREFILL_TYPES = {**TYPES, "starts_ptr": "*i32", "first_span": "i32", "num_spans"
 POOLS = {"plain": "*bf16", "fp8": "*u8", "int8": "*i8"}
 DECODE_POOLS = {"plain": "*bf16", "fp8": "*i16", "int8": "*i16"}
 OTHER_CARDS = {
-    "sm80": {"PDL": False},
-    "gfx942": {"PDL": False, "USE_PTX": False},
+    "sm80": {"PDL": False, "PREFETCH": 0},
+    "gfx942": {"PDL": False, "PREFETCH": 0, "USE_PTX": False},
 }
 FEWER_BITS = {name: {**values, "KV": "fp8_bits"} for name, values in OTHER_CARDS.items()}
 
@@ -78,6 +78,7 @@ def decode(
         "SPLITS": splits,
         "MIN_TILES": 8,
         "MERGE": 8,
+        "PREFETCH": 0 if splits else 4,
         "PDL": True,
     }
     return CompileCase(
@@ -108,7 +109,11 @@ def prefill(name: str, *, kv: str = "plain", windowed: bool = False, **options: 
             "UNIFORM": windowed,
         },
         overrides={
-            card: {key: value for key, value in {**values, **small}.items() if key != "PDL"}
+            card: {
+                key: value
+                for key, value in {**values, **small}.items()
+                if key not in ("PDL", "PREFETCH")
+            }
             for card, values in other.items()
         },
         aligned=("q_stride",),
@@ -119,9 +124,44 @@ def prefill(name: str, *, kv: str = "plain", windowed: bool = False, **options: 
     )
 
 
+def hopper(name: str, type_name: str, group: int, head_dim: int, block_size: int) -> CompileCase:
+    """The copying warp has 24 registers and may spill."""
+    layout = (
+        "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, "
+        "fp4_padded=False, cga_layout=[])"
+    )
+    types = {
+        **TYPES,
+        "q_ptr": f"*{type_name}",
+        "out_ptr": f"*{type_name}",
+        "pool_desc": f"tensordesc<{type_name}[{block_size}, {head_dim}],{layout}>",
+        "work_ptr": "*i32",
+        "num_items": "i32",
+    }
+    for other in ("head_scales_ptr", "token_scales_ptr", "seq_lens_ptr", "window"):
+        del types[other]
+    return CompileCase(
+        name=f"hopper-{name}",
+        kernel="runtime.kernels.attention.hopper_kernel:hopper_prefill_kernel",
+        signature=types,
+        constexprs={
+            "GROUP": group,
+            "KV_HEADS": 8,
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": block_size,
+            "TILE": 128,
+            "STAGES": 2,
+        },
+        targets=("sm90",),
+        aligned=("q_stride",),
+        expects={"sm90": ("wgmma.mma_async", "cp.async.bulk.tensor.2d", "setmaxnreg")},
+        max_spill_bytes=128,
+    )
+
+
 PLAN = CompileCase(
     name="plan",
-    kernel="runtime.kernels.attention.decode_kernel:plan_decode_kernel",
+    kernel="runtime.kernels.attention.plan_kernels:plan_decode_kernel",
     signature={
         "seq_lens_ptr": "*i32",
         "starts_ptr": "*i32",
@@ -135,6 +175,7 @@ PLAN = CompileCase(
         "TILE": 64,
         "WINDOWED": True,
         "MIN_UNITS": 1,
+        "SLACK": 4,
         "BLOCK_S": 256,
         "BLOCK_P": 512,
         "SEARCH_STEPS": 8,
@@ -144,8 +185,23 @@ PLAN = CompileCase(
     targets=ALL_TARGETS,
 )
 
+PREFILL_PLAN = CompileCase(
+    name="plan-prefill",
+    kernel="runtime.kernels.attention.plan_kernels:plan_prefill_kernel",
+    signature={
+        "starts_ptr": "*i32",
+        "seq_lens_ptr": "*i32",
+        "work_ptr": "*i32",
+        "first_span": "i32",
+        "num_spans": "i32",
+        "num_tiles": "i32",
+    },
+    constexprs={"BLOCK_Q": 32, "TILE": 128, "SEARCH_STEPS": 4, "BLOCK": 64},
+)
+
 COMPILE_CASES = [
     PLAN,
+    PREFILL_PLAN,
     decode("bf16"),
     decode("fp8", kv="fp8"),
     decode("int8", kv="int8"),
@@ -155,4 +211,6 @@ COMPILE_CASES = [
     prefill("bf16"),
     prefill("fp8", kv="fp8"),
     prefill("window", windowed=True),
+    hopper("bf16", "bf16", 4, 128, 16),
+    hopper("fp16-group-of-three", "fp16", 3, 64, 8),
 ]

@@ -194,9 +194,12 @@ def test_lengths_however_they_are_spread(seq_lens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("min_tiles", [1, 3])
+@pytest.mark.parametrize("slack", [0, 6])
 @pytest.mark.parametrize("programs_per_sm", [1, 5])
-def test_shares(programs_per_sm: int, min_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = replace(DECODE, programs_per_sm=programs_per_sm, min_tiles=min_tiles)
+def test_shares(
+    programs_per_sm: int, slack: int, min_tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile = replace(DECODE, programs_per_sm=programs_per_sm, min_tiles=min_tiles, slack=slack)
     monkeypatch.setattr(triton_plan, "decode_tile", lambda batch, target: tile)
     make_step([1] * 5, [70, 3, 0, 129, 20], 5).check()
 

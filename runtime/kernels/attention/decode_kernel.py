@@ -6,6 +6,10 @@ applied to keys), so neither the grid nor the balance depends on how lengths are
 that several programs share is put together by the last of them to arrive, in the order of its
 keys: no atomics on floats, the same bits every time.
 
+Such a stretch has parts of two heads, and every part costs a start and a delivery. Where lengths
+allow it, programs get one part of one head each instead, if the longest part is longer than a fair
+share by a few tiles only: `plan_kernels` decides.
+
 With SPLITS > 0 the stretches depend on a sequence's own length alone (deterministic mode): a
 row's bits then do not depend on the rows beside it.
 
@@ -26,61 +30,8 @@ from runtime.kernels.attention.kernel_parts import (
     block_ids,
     join_warps,
     outer_scales,
-    start_after_previous_kernel,
+    prefetch_tiles,
 )
-
-
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "window"])
-def plan_decode_kernel(
-    seq_lens_ptr,
-    starts_ptr,
-    shares_ptr,
-    num_seqs,
-    num_programs,
-    window,
-    KV_HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """What each program does: so that it finds its work in one read.
-
-    shares [P + 1, 4]: a program's number of units; the sequence of its first unit, that sequence's
-        own first unit and its length. The last row begins with the least units of a program that
-        has any, and with how many programs, the first ones, have one more.
-    starts [S]: scratch, the first unit of each sequence.
-    """
-    start_after_previous_kernel(PDL)
-    s = tl.arange(0, BLOCK_S)
-    seq_lens = tl.load(seq_lens_ptr + s, mask=s < num_seqs, other=0)
-    tiles = tl.cdiv(seq_lens, TILE)
-    if WINDOWED:
-        tiles -= tl.maximum(seq_lens - window, 0) // TILE
-    ends = tl.cumsum(tiles * KV_HEADS, 0)
-    total = tl.sum(tiles * KV_HEADS, 0)
-    num_busy = tl.maximum(tl.minimum(num_programs, total // MIN_UNITS), 1)
-    least, num_larger = total // num_busy, total % num_busy
-    tl.store(starts_ptr + s, ends - tiles * KV_HEADS, mask=s < num_seqs)
-    tl.store(shares_ptr + 4 * num_programs, least)
-    tl.store(shares_ptr + 4 * num_programs + 1, num_larger)
-    tl.debug_barrier()
-    p = tl.arange(0, BLOCK_P)
-    is_p = p < num_programs
-    unit = p * least + tl.minimum(p, num_larger)
-    low = tl.zeros([BLOCK_P], tl.int32)
-    for i in tl.static_range(SEARCH_STEPS):
-        middle = low + (BLOCK_S >> (i + 1))
-        start = tl.load(starts_ptr + middle, mask=middle < num_seqs, other=2147483647)
-        low = tl.where(start <= unit, middle, low)
-    num_units = tl.where(p < num_busy, least + (p < num_larger).to(tl.int32), 0)
-    tl.store(shares_ptr + 4 * p, num_units, mask=is_p)
-    tl.store(shares_ptr + 4 * p + 1, low, mask=is_p)
-    tl.store(shares_ptr + 4 * p + 2, tl.load(starts_ptr + low, mask=is_p, other=0), mask=is_p)
-    tl.store(shares_ptr + 4 * p + 3, tl.load(seq_lens_ptr + low, mask=is_p, other=0), mask=is_p)
 
 
 @triton.jit
@@ -228,6 +179,18 @@ def _segment_of_share(p, unit, stop, start, tiles, least, num_larger):
 
 
 @triton.jit
+def _segment_of_part(unit, start, tiles, part):
+    """`_segment_of_share` where unit and program are one part of a head, as even as they go."""
+    num_segments = tl.maximum(tl.cdiv(tiles, part), 1)
+    head = (unit - start) // num_segments
+    even = tl.cdiv(tiles, num_segments)
+    tile = (unit - start) % num_segments * even
+    num_tiles = tl.minimum(even, tiles - tile)
+    first_slot = 2 * (start + head * num_segments)
+    return head, tile, num_tiles, num_segments, 2 * unit, first_slot, first_slot * 0
+
+
+@triton.jit
 def _segment_of_split(
     p, tiles, KV_HEADS: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr
 ):
@@ -237,6 +200,47 @@ def _segment_of_split(
     num_tiles = tl.maximum(tl.minimum(per_split, tiles - tile), 0)
     num_segments = tl.cdiv(tiles, per_split)
     return p // SPLITS % KV_HEADS, tile, num_tiles, num_segments, p, p - p % SPLITS, 0
+
+
+@triton.jit
+def _segment_at(
+    p,
+    unit,
+    stop,
+    start,
+    seq_len,
+    window,
+    least,
+    num_larger,
+    part,
+    KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+):
+    """The segment of program p that begins at `unit`: what `_segment_of_share` says of it, the unit
+    behind it and the one behind its sequence."""
+    low_tile = 0
+    if WINDOWED:
+        low_tile = tl.maximum(seq_len - window, 0) // TILE
+    tiles = tl.cdiv(seq_len, TILE) - low_tile
+    behind = stop
+    if SPLITS:
+        head, tile, num_tiles, num_segments, slot, first_slot, skip = _segment_of_split(
+            p, tiles, KV_HEADS, SPLITS, MIN_TILES
+        )
+    elif part > 0:
+        head, tile, num_tiles, num_segments, slot, first_slot, skip = _segment_of_part(
+            unit, start, tiles, part
+        )
+    else:
+        head, tile, num_tiles, num_segments, slot, first_slot, skip = _segment_of_share(
+            p, unit, stop, start, tiles, least, num_larger
+        )
+        behind = unit + num_tiles
+    end = start + tiles * KV_HEADS
+    return head, low_tile + tile, num_tiles, num_segments, slot, first_slot, skip, behind, end
 
 
 @triton.jit
@@ -316,55 +320,63 @@ def decode_kernel(
     MIN_TILES: tl.constexpr,
     MERGE: tl.constexpr,
     WARPS: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
     """out [S, H * D] = attention of the S decodes; see the module's docstring.
 
     pool: the plain pool, or an 8-bit one as 16-bit words.
+    PREFETCH: units of a program that are asked into L2 before the kernel ahead (which writes the
+        queries and the last token's keys) has ended.
 
     partials: weighted values [num_slots, G, D]; sums: (m, l) [num_slots, G, 2], m in log2 units.
     """
-    start_after_previous_kernel(PDL)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     p = tl.program_id(0)
     if SPLITS:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         s = p // (SPLITS * KV_HEADS)
-        unit, stop, start = 0, 1, 0
+        unit, stop, start, least, num_larger, part = 0, 1, 0, 1, 0, 0
         seq_len = tl.load(seq_lens_ptr + s)
     else:
-        least = tl.load(shares_ptr + 4 * tl.num_programs(0))
-        num_larger = tl.load(shares_ptr + 4 * tl.num_programs(0) + 1)
+        last_row_ptr = shares_ptr + 4 * tl.num_programs(0)
+        least, num_larger = tl.maximum(tl.load(last_row_ptr), 1), tl.load(last_row_ptr + 1)
+        part = tl.load(last_row_ptr + 2)
         unit = p * least + tl.minimum(p, num_larger)
         stop = unit + tl.load(shares_ptr + 4 * p)
         s = tl.load(shares_ptr + 4 * p + 1)
         start = tl.load(shares_ptr + 4 * p + 2)
         seq_len = tl.load(shares_ptr + 4 * p + 3)
+    row_len = tl.load(seq_lens_ptr + p, mask=p < num_seqs, other=1)
+    head, tile, num_tiles, num_segments, slot, first_slot, skip, behind, end = _segment_at(
+        p, unit, stop, start, seq_len, window, least, num_larger, part, KV_HEADS, TILE, WINDOWED,
+        SPLITS, MIN_TILES,
+    )  # fmt: skip
+    if PREFETCH:
+        prefetch_tiles(
+            pool_ptr, tables_ptr + s.to(tl.int64) * table_stride, head, tile,
+            tl.where(unit < stop, num_tiles, 0), seq_len, KV_HEADS,
+            HEAD_DIM if KV == "plain" else HEAD_DIM // 2, BLOCK_SIZE, TILE, PREFETCH,
+        )  # fmt: skip
+    if PDL and not SPLITS:
+        tl.extra.cuda.gdc_wait()
     _clear_empty_rows(
-        seq_lens_ptr, out_ptr, num_seqs, p, tl.num_programs(0), GROUP * KV_HEADS, HEAD_DIM
+        seq_lens_ptr, out_ptr, num_seqs, p, row_len, tl.num_programs(0), GROUP * KV_HEADS, HEAD_DIM
     )
     while unit < stop:
-        low = 0
-        if WINDOWED:
-            low = tl.maximum(seq_len - window, 0)
-        low_tile = low // TILE
-        tiles = tl.cdiv(seq_len, TILE) - low_tile
-        if SPLITS:
-            head, tile, num_tiles, num_segments, slot, first_slot, skip = _segment_of_split(
-                p, tiles, KV_HEADS, SPLITS, MIN_TILES
-            )
-            next_unit = stop
-        else:
-            head, tile, num_tiles, num_segments, slot, first_slot, skip = _segment_of_share(
-                p, unit, stop, start, tiles, least, num_larger
-            )
-            next_unit = unit + num_tiles
         if num_tiles > 0:
+            low = 0
+            if WINDOWED:
+                low = tl.maximum(seq_len - window, 0)
             qk_scale, v_scale = outer_scales(head_scales_ptr, head, scale, KV_HEADS, KV)
             m_M, l_M, acc_DM = _attend_segment(
                 q_ptr + s.to(tl.int64) * q_stride, pool_ptr, token_scales_ptr,
-                tables_ptr + s.to(tl.int64) * table_stride, head, low_tile + tile, num_tiles,
-                seq_len, low, qk_scale, DTYPE, GROUP, ROWS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE,
-                KV, WINDOWED, WARPS, USE_PTX,
+                tables_ptr + s.to(tl.int64) * table_stride, head, tile, num_tiles, seq_len, low,
+                qk_scale, DTYPE, GROUP, ROWS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, KV, WINDOWED,
+                WARPS, USE_PTX,
             )  # fmt: skip
             row = s.to(tl.int64) * KV_HEADS + head
             _deliver(
@@ -372,23 +384,40 @@ def decode_kernel(
                 counters_ptr + row, slot, first_slot, skip, num_segments, v_scale,
                 1 if SPLITS else 2, GROUP, ROWS, GROUP_ROWS, HEAD_DIM, MERGE,
             )  # fmt: skip
-        unit = next_unit
-        if (unit < stop) & (unit == start + tiles * KV_HEADS):
-            s += 1
-            start = unit
-            seq_len = tl.load(seq_lens_ptr + s)
+        unit = behind
+        if unit < stop:
+            if unit == end:
+                s += 1
+                start = unit
+                seq_len = tl.load(seq_lens_ptr + s)
+            head, tile, num_tiles, num_segments, slot, first_slot, skip, behind, end = _segment_at(
+                p, unit, stop, start, seq_len, window, least, num_larger, part, KV_HEADS, TILE,
+                WINDOWED, SPLITS, MIN_TILES,
+            )  # fmt: skip
 
 
 @triton.jit
 def _clear_empty_rows(
-    seq_lens_ptr, out_ptr, num_seqs, first, step, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+    seq_lens_ptr,
+    out_ptr,
+    num_seqs,
+    s,
+    seq_len,
+    step,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
-    """Sequences of length 0 are padding of a captured step: their rows become zeros."""
+    """Sequences of length 0 are padding of a captured step: their rows become zeros.
+
+    Rows s (whose length is at hand, so that nobody waits for it), s + step, ...
+    """
     d = tl.arange(0, HEAD_DIM)
-    for s in range(first, num_seqs, step):
-        if tl.load(seq_lens_ptr + s) == 0:
+    while s < num_seqs:
+        if seq_len == 0:
             row_ptr = out_ptr + s * (HEADS * HEAD_DIM)
             for head in range(HEADS):
                 tl.store(
                     row_ptr + head * HEAD_DIM + d, tl.zeros([HEAD_DIM], out_ptr.dtype.element_ty)
                 )
+        s += step
+        seq_len = tl.load(seq_lens_ptr + s, mask=s < num_seqs, other=1)

@@ -80,7 +80,8 @@ class PagedBatch:
 
     `blank_block` is a block of zeros that pads short sequences of a group. The optional fields say
     the same to the Triton kernels, whose lengths stay on the device; with them the host's
-    `query_lens` and `seq_lens` are not read. `deterministic`: a row's bits depend neither on the
+    `query_lens` and `seq_lens` are not read. `heads` (of queries) and `num_tokens` (of the step)
+    are needed by the fastest prefill alone. `deterministic`: a row's bits depend neither on the
     rows beside it nor on where its prompt was cut.
     """
 
@@ -95,6 +96,8 @@ class PagedBatch:
     query_starts_S1: Tensor | None = None
     seq_lens_S: Tensor | None = None
     num_decodes: int = 0
+    heads: int | None = None
+    num_tokens: int | None = None
     pool_dtype: torch.dtype | None = None
     deterministic: bool = False
     workspace: Workspace | None = None

@@ -21,11 +21,22 @@ from runtime.kernels.kv_store import kv_kind, raw_pool
 # Deterministic mode cuts a sequence into at most so many segments, whatever the batch.
 _SPLITS = 16
 _SPLIT_TOKENS = 256
+# Of a multiprocessor of Hopper, what it keeps to itself of every program included.
+_SHARED_BYTES = 228 * 1024
+_USES_HOPPER_KERNEL = False
+# Rows of one of the two warpgroups of `hopper_kernel`.
+_HOPPER_ROWS = 64
+_HOPPER_KEYS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTile:
-    """Keys per tile, how programs are built, how many there are, least keys worth a program."""
+    """Keys per tile, how programs are built, how many there are, least keys worth a program.
+
+    prefetch: tiles of a program that are asked into L2 before its inputs are there.
+    slack: by how many tiles a program may do more than its fair share, so as to do one part of one
+        head and no more.
+    """
 
     keys: int
     num_warps: int
@@ -33,6 +44,8 @@ class DecodeTile:
     programs_per_sm: int
     min_tiles: int
     merge: int = 8
+    prefetch: int = 0
+    slack: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +66,10 @@ class PrefillTile:
 class TritonPlan:
     """One window's plan of a step.
 
-    shares: each program's part of the decodes (see `plan_decode_kernel`); None where there are no
+    shares: each program's part of the decodes (see `plan_kernels`); None where there are no
         decodes or the splits are fixed (deterministic).
+    work: tiles of queries of the longer spans, longest first; None where `hopper_kernel` does not
+        serve them.
     """
 
     batch: PagedBatch
@@ -63,6 +78,7 @@ class TritonPlan:
     decode_tile: DecodeTile
     prefill_tile: PrefillTile
     shares: Tensor | None
+    work: Tensor | None = None
 
     @property
     def num_programs(self) -> int:
@@ -90,33 +106,46 @@ def plan_for_triton(batch: PagedBatch, window: int | None) -> TritonPlan:
         prefill_tile=prefill_tile(batch, target),
         shares=None,
     )
+    if _suits_hopper(plan):
+        plan = replace(plan, work=_work(plan))
     if batch.num_decodes == 0 or batch.deterministic:
         return plan
-    return _with_shares(plan)
+    return replace(plan, shares=_shares(plan))
 
 
 def decode_tile(batch: PagedBatch, target: KernelTarget) -> DecodeTile:
-    """One warp per program, few keys: measured best on an H200 for every number of sequences.
-
-    More programs hide more latency but cut heads into more segments, which small steps feel.
-    """
+    """One warp per program, few keys: measured best on an H200 for every number of sequences."""
     is_narrow = batch.pool_dtype is not None and batch.pool_dtype.itemsize == 1
+    few = batch.num_decodes <= 4
+    programs = 8 if batch.deterministic else _programs(batch.num_decodes, is_narrow)
     return DecodeTile(
         keys=32,
         num_warps=1,
-        num_stages=3 if batch.head_dim <= 128 else 2,
-        programs_per_sm=8 if batch.deterministic else _programs(batch.num_decodes, is_narrow),
-        min_tiles=1,
+        num_stages=_stages(batch, target, 2 if few else programs, 4 if few else 7),
+        programs_per_sm=programs,
+        min_tiles=2 if few else 1,
+        prefetch=4,
+        slack=4,
     )
 
 
 def _programs(num_decodes: int, is_narrow: bool) -> int:
-    """Programs per multiprocessor; 8 of them take all registers."""
-    if num_decodes <= 4:
-        return 1 if num_decodes == 1 else 2
+    """Programs per multiprocessor; 8 of them take all registers.
+
+    More programs hide more latency but cut heads into more segments, which small steps feel.
+    """
     if num_decodes <= 64:
-        return 4 if is_narrow else 2
+        return 4 if num_decodes > 32 or (is_narrow and num_decodes > 4) else 2
     return 8 if is_narrow else 6
+
+
+def _stages(batch: PagedBatch, target: KernelTarget, programs: int, most: int) -> int:
+    """So many that shared memory keeps more than `programs` off a multiprocessor: those that start
+    early, beside the kernel ahead, would crowd where it has left room."""
+    if target.arch != 90 or batch.pool_dtype is None:
+        return 3 if batch.head_dim <= 128 else 2
+    room = _SHARED_BYTES // programs - 4096
+    return max(2, min(most, 1 + room // (2 * 32 * batch.head_dim * batch.pool_dtype.itemsize)))
 
 
 def prefill_tile(batch: PagedBatch, target: KernelTarget) -> PrefillTile:
@@ -131,8 +160,58 @@ def prefill_tile(batch: PagedBatch, target: KernelTarget) -> PrefillTile:
     return PrefillTile(rows=128, keys=64, whole_keys=128, num_warps=8, num_stages=3)
 
 
-def _with_shares(plan: TritonPlan) -> TritonPlan:
-    from runtime.kernels.attention.decode_kernel import plan_decode_kernel
+def _suits_hopper(plan: TritonPlan) -> bool:
+    """What `hopper_kernel` is written for; all else is `prefill_kernel`'s."""
+    batch = plan.batch
+    return _USES_HOPPER_KERNEL and (
+        plan.target.arch == 90
+        and plan.window is None
+        and not batch.deterministic
+        and batch.num_decodes < batch.block_tables_SB.shape[0]
+        and batch.pool_dtype == batch.dtype != torch.float32
+        and batch.head_dim in (64, 128)
+        and batch.block_size in (8, 16, 32, 64, 128)
+        and batch.heads is not None
+        and batch.num_tokens is not None
+        and batch.heads // batch.kv_heads <= _HOPPER_ROWS
+    )
+
+
+def _work(plan: TritonPlan) -> Tensor:
+    from runtime.kernels.attention.plan_kernels import plan_prefill_kernel
+
+    batch, queries = plan.batch, _hopper_queries(plan.batch)
+    assert batch.query_starts_S1 is not None
+    assert batch.seq_lens_S is not None
+    assert batch.num_tokens is not None
+    num_spans = batch.block_tables_SB.shape[0] - batch.num_decodes
+    num_tiles = _num_tiles(batch.num_tokens, batch.num_decodes, num_spans, queries)
+    work = torch.empty(num_tiles, 5, dtype=torch.int32, device=batch.seq_lens_S.device)
+    block = 64
+    plan_prefill_kernel[(-(-num_tiles // block),)](
+        batch.query_starts_S1,
+        batch.seq_lens_S,
+        work,
+        batch.num_decodes,
+        num_spans,
+        num_tiles,
+        BLOCK_Q=queries,
+        TILE=_HOPPER_KEYS,
+        SEARCH_STEPS=(num_spans - 1).bit_length(),
+        BLOCK=block,
+        num_warps=4,
+    )
+    return work
+
+
+def _hopper_queries(batch: PagedBatch) -> int:
+    """Queries of a tile: whole ones in each warpgroup's rows."""
+    assert batch.heads is not None
+    return 2 * (_HOPPER_ROWS // (batch.heads // batch.kv_heads))
+
+
+def _shares(plan: TritonPlan) -> Tensor:
+    from runtime.kernels.attention.plan_kernels import plan_decode_kernel
 
     batch, num_programs = plan.batch, plan.num_programs
     assert batch.seq_lens_S is not None
@@ -152,6 +231,7 @@ def _with_shares(plan: TritonPlan) -> TritonPlan:
         TILE=plan.decode_tile.keys,
         WINDOWED=plan.window is not None,
         MIN_UNITS=plan.decode_tile.min_tiles,
+        SLACK=plan.decode_tile.slack,
         BLOCK_S=block_s,
         BLOCK_P=1 << (num_programs - 1).bit_length(),
         SEARCH_STEPS=block_s.bit_length() - 1,
@@ -159,7 +239,7 @@ def _with_shares(plan: TritonPlan) -> TritonPlan:
         num_warps=4,
         **_launch_options(plan.target),
     )
-    return replace(plan, shares=shares)
+    return shares
 
 
 def attend(
@@ -242,6 +322,7 @@ def _decode(
         SPLITS=_SPLITS if batch.deterministic else 0,
         MIN_TILES=_SPLIT_TOKENS // tile.keys,
         MERGE=tile.merge,
+        PREFETCH=tile.prefetch if plan.target.has_pdl else 0,
         WARPS=tile.num_warps,
         PDL=plan.target.has_pdl,
         num_warps=tile.num_warps,
@@ -260,6 +341,46 @@ def _scratch(plan: TritonPlan, group: int, head_dim: int) -> tuple[Tensor, Tenso
     return room[:num_values], room[num_values:], counters
 
 
+def _prefill_on_hopper(
+    q_THD: Tensor, pool: Tensor, plan: TritonPlan, work: Tensor, out: Tensor, scale: float
+) -> None:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from runtime.kernels.attention.hopper_kernel import hopper_prefill_kernel
+
+    tables_SB = plan.batch.block_tables_SB
+    kv_heads, block_size, head_dim = pool.shape[2:]
+    rows = pool.view(-1, head_dim)
+    num_items = len(work) * kv_heads
+    hopper_prefill_kernel[(min(num_items, plan.target.num_sms),)](
+        q_THD,
+        TensorDescriptor(
+            rows, list(rows.shape), [head_dim, 1], [block_size, head_dim],
+            NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
+        ),
+        tables_SB,
+        work,
+        out,
+        num_items,
+        q_THD.stride(0),
+        tables_SB.stride(0),
+        scale,
+        GROUP=q_THD.shape[1] // kv_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        TILE=_HOPPER_KEYS,
+        STAGES=2,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _num_tiles(num_tokens: int, first_span: int, num_spans: int, queries: int) -> int:
+    """Room for every span's tiles: each wastes less than one (see `prefill_kernel._span_of`)."""
+    return (num_tokens - first_span) // queries + num_spans
+
+
 def _prefill(
     q_THD: Tensor,
     pool: Tensor,
@@ -273,11 +394,12 @@ def _prefill(
 
     batch, tile = plan.batch, plan.prefill_tile
     assert batch.query_starts_S1 is not None
+    if plan.work is not None:
+        return _prefill_on_hopper(q_THD, pool, plan, plan.work, out, scale)
     constants = _common(q_THD, pool, plan)
     first_span = batch.num_decodes
     num_spans = batch.block_tables_SB.shape[0] - first_span
-    # Each span wastes less than one tile (see `_span_of`).
-    num_tiles = (q_THD.shape[0] - first_span) // (tile.rows // constants["GROUP"]) + num_spans
+    num_tiles = _num_tiles(len(q_THD), first_span, num_spans, tile.rows // constants["GROUP"])
     prefill_kernel[(num_tiles * batch.kv_heads,)](
         q_THD,
         raw_pool(pool),
