@@ -25,7 +25,6 @@ from runtime.kernels.w4a16.kernel_parts import (
     add_splits,
     excess,
     offset_of,
-    prefetch_l2,
     tile_rows,
     unpack_plane,
     write_tile,
@@ -58,17 +57,12 @@ def side_by_side(tiles, COUNT: tl.constexpr):
 
 
 @triton.jit
-def sixteens_of(tile, across, N, TILES: tl.constexpr, ACROSS: tl.constexpr, ACT: tl.constexpr):
-    """Which TILES sixteens of rows are the `across`-th of ACROSS shares of this program."""
-    ALL: tl.constexpr = TILES * ACROSS
-    found = ()
-    for r in tl.static_range(TILES):
-        sixteen = tile * ALL + across * TILES + r
-        if ACT is not None:
-            i = across * TILES + r
-            sixteen = tile * (ALL // 2) + i % (ALL // 2) + i // (ALL // 2) * (N // (2 * ROWS))
-        found = found + (tl.minimum(sixteen, tl.cdiv(N, ROWS) - 1).to(tl.int64),)
-    return found
+def sixteen_of(tile, i, N, ALL: tl.constexpr, ACT: tl.constexpr):
+    """Which sixteen rows are the i-th of ALL of this program: of N rows, or half of each half."""
+    sixteen = tile * ALL + i
+    if ACT is not None:
+        sixteen = tile * (ALL // 2) + i % (ALL // 2) + i // (ALL // 2) * (N // (2 * ROWS))
+    return tl.minimum(sixteen, tl.cdiv(N, ROWS) - 1).to(tl.int64)
 
 
 @triton.jit
@@ -78,22 +72,29 @@ def pointers_of(
 ):  # fmt: skip
     """`pointers` moved to each of a warp's TILES sixteens."""
     moved = ()
-    sixteens = sixteens_of(tile, across, N, TILES, ACROSS, ACT)
     for r in tl.static_range(TILES):
-        moved = moved + (pointers + sixteens[r] * per_sixteen,)
+        sixteen = sixteen_of(tile, across * TILES + r, N, TILES * ACROSS, ACT)
+        moved = moved + (pointers + sixteen * per_sixteen,)
     return moved
 
 
 @triton.jit
-def prefetch_words(
-    codes_ptr, tile, kb, kb_end, num_kb, N, ALL: tl.constexpr, WIDTH: tl.constexpr,
-    ACT: tl.constexpr,
+def prefetch_step(
+    codes_ptr, tile, kb, kb_end, num_kb, N, STEP: tl.constexpr, TILES: tl.constexpr,
+    WARPS: tl.constexpr, ACROSS: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
-    """Ask the words of ALL sixteens from K-block `kb` on into L2."""
-    num_bytes = tl.maximum(kb_end - kb, 0) * (ROWS * WIDTH * 2)
-    sixteens = sixteens_of(tile, 0, N, ALL, 1, ACT)
-    for i in tl.static_range(ALL):
-        prefetch_l2(codes_ptr + (sixteens[i] * num_kb + kb) * (ROWS * WIDTH), num_bytes)
+    """Ask the words that `load_words` will load at `kb` into L2, a line of 128 bytes at a time."""
+    BLOCK: tl.constexpr = ROWS * WIDTH
+    warp = tl.arange(0, WARPS)[:, None, None]
+    i = warp % ACROSS * TILES + tl.arange(0, TILES)[None, :, None]
+    line = tl.arange(0, BLOCK // 64)[None, None, :] * 64
+    at = codes_ptr + sixteen_of(tile, i, N, TILES * ACROSS, ACT) * num_kb * BLOCK + line
+    for j in tl.static_range(STEP):
+        block = tl.minimum(kb + j * (WARPS // ACROSS) + warp // ACROSS, kb_end - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(at + block * BLOCK).to(tl.uint64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -242,8 +243,8 @@ def few_rows(
     K-blocks go round among the teams: warp = team * ACROSS + share of rows.
 
     STEP: K-blocks that a warp asks for at a time; AHEAD: one step ahead. EVEN_K: BLOCK_K divides K.
-    WHOLE: every warp has a K-block in every turn. ONCE: one step is all. PREFETCH: steps after the
-    first are asked into L2 before the inputs exist.
+    WHOLE: every warp has a K-block in every turn. ONCE: one step is all. PREFETCH: how many steps
+    before they are loaded words are asked into L2.
     """
     if PDL:
         gdc_launch_dependents()
@@ -286,9 +287,12 @@ def few_rows(
     acc = (total,)
     for _ in tl.static_range(1, TILES):
         acc = acc + (total,)
-    if PREFETCH and not ONCE:
-        here = kb_begin + STEP * DEEP
-        prefetch_words(codes_ptr, tile, here, kb_end, num_kb, N, TILES * ACROSS, WIDTH, ACT)
+    if not ONCE:
+        for turn in tl.static_range(1, PREFETCH + 1):
+            here = kb_begin + turn * (STEP * DEEP)
+            prefetch_step(
+                codes_ptr, tile, here, kb_end, num_kb, N, STEP, TILES, WARPS, ACROSS, WIDTH, ACT
+            )
     if PDL:
         gdc_wait()
     if ONCE or not AHEAD:
@@ -307,6 +311,11 @@ def few_rows(
             next_z = next_s
             if not SYMMETRIC:
                 next_z = load_scales(zeros, then, kb_end, team, STEP, TILES, DEEP, GROUPS, there)
+            if PREFETCH > 0:
+                prefetch_step(
+                    codes_ptr, tile, then + PREFETCH * TURN, kb_end, num_kb, N, STEP, TILES, WARPS,
+                    ACROSS, WIDTH, ACT,
+                )  # fmt: skip
             if not AHEAD:
                 words = next_words
                 s = next_s

@@ -92,7 +92,7 @@ def _launch_few(
         EVEN_K=width % weight.block_k == 0,
         WHOLE=blocks % turn == 0,
         ONCE=blocks <= turn,
-        PREFETCH=tile.prefetch > 0 and target.has_pdl,
+        PREFETCH=tile.prefetch if target.has_pdl else 0,
         ACT=act,
         USE_PTX=target.has_ptx,
         PDL=target.has_pdl,

@@ -31,7 +31,7 @@ class Tile:
     join: planes of a K-block in one matrix product ("tile" only): fewer waits, more registers.
     max_registers: a limit per thread, so that more programs share a multiprocessor.
     prefetch: K-blocks of a program's weights that are asked into L2 before it waits for inputs
-        ("few": all of them unless 0).
+        ("few": how many steps ahead a warp asks).
     k_blocks: K-blocks of a step of a program ("gemv") or of a warp ("few").
     row_warps: how many warps share out a program's rows, all others its K-blocks ("few" only).
     """
