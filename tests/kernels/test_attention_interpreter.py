@@ -243,3 +243,54 @@ def test_a_row_does_not_depend_on_where_its_prompt_was_cut(window: int | None) -
 def test_same_inputs_same_bits() -> None:
     step = make_step(*MIXED, 3)
     assert torch.equal(step.answer(), step.answer())
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "num_decodes"),
+    [
+        ([40], [40], 0),
+        ([1, 1, 5, 70, 8, 9], [30, 9, 5, 120, 64, 9], 2),
+        ([1, 33, 1, 1, 16], [1, 33, 50, 1, 500], 0),
+    ],
+    ids=str,
+)
+def test_tiles_of_queries_come_longest_first(
+    query_lens: list[int], seq_lens: list[int], num_decodes: int
+) -> None:
+    """Every tile of every longer span once, with what its program has to know; the rest is void."""
+    from runtime.kernels.attention.plan_kernels import plan_prefill_kernel
+
+    queries, keys = 8, 16
+    starts = [0, *accumulate(query_lens)]
+    num_spans = len(query_lens) - num_decodes
+    num_tiles = (starts[-1] - num_decodes) // queries + num_spans
+    work = torch.full((num_tiles, 5), -7, dtype=torch.int32)
+    plan_prefill_kernel[(-(-num_tiles // 4),)](
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(seq_lens, dtype=torch.int32),
+        work,
+        num_decodes,
+        num_spans,
+        num_tiles,
+        BLOCK_Q=queries,
+        TILE=keys,
+        SEARCH_STEPS=(num_spans - 1).bit_length(),
+        BLOCK=4,
+    )
+    wanted = [
+        (
+            starts[s] + i,
+            n - i,
+            seq_lens[s] - n + i,
+            s,
+            -(-(seq_lens[s] - n + min(i + 8, n)) // keys),
+        )
+        for s, n in enumerate(query_lens)
+        for i in range(0, n, queries)
+        if s >= num_decodes
+    ]
+    found = [tuple(row) for row in work.tolist()]
+    assert sorted(row for row in found if row[4]) == sorted(wanted)
+    lengths = [row[4] for row in found]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[-1] >= 0
