@@ -116,9 +116,12 @@ def num_whole_tiles(num_tiles: int, num_sms: int, tile: Tile) -> int:
     return num_tiles // num_sms * num_sms if tile.split_tail else 0
 
 
-def num_programs(num_units: int, num_sms: int) -> int:
-    """Programs of "wide", which share out the K-blocks of all tiles."""
-    return min(num_units, num_sms)
+def num_programs(num_tiles: int, num_blocks: int, num_sms: int) -> int:
+    """Programs of "wide": as many for each tile where there are fewer tiles than multiprocessors.
+    A share keeps at least four K-blocks: it costs a round trip of float32 sums."""
+    if num_tiles >= num_sms:
+        return num_sms
+    return num_tiles * max(1, min(num_sms // num_tiles, num_blocks // 4))
 
 
 def scratch_of(
@@ -147,18 +150,43 @@ def scratch_of(
 def rule(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
     """What the measured tables have in common.
 
-    One row: no tensor cores. Up to 8: narrow programs, four to a multiprocessor. Up to 256: tiles
-    as wide as the rows, with K split until two programs share a multiprocessor, so that one
-    unpacks while the other multiplies. More: the weight is dequantized once for all rows.
+    One row of a small weight: no tensor cores. Up to 16: small programs, everything in registers
+    (other cards than NVIDIA's: narrow programs up to 8). Up to 256: tiles as wide as the rows, with
+    K split until two programs share a multiprocessor, so that one unpacks while the other
+    multiplies. More: the weight is dequantized once for all rows.
     """
-    if num_rows == 1 and shape[1] % 2 == 0:
+    is_small = shape[0] * shape[1] <= 1 << 25 or not target.has_ptx
+    if num_rows == 1 and shape[1] % 2 == 0 and is_small:
         return Tile(kernel="gemv", block_n=4, k_blocks=32, num_warps=4)
+    if num_rows <= 16 and target.has_ptx:
+        return _few(num_rows, shape, target)
     if num_rows <= 8:
         split = _split(shape, 32, 1, 4 * target.num_sms)
         return Tile(kernel="warp", block_m=8, block_n=32, split_k=split)
     if num_rows <= 256:
         return _wide(num_rows, shape, target)
     return Tile(kernel="dense")
+
+
+def _few(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
+    """Many small programs where there are rows for them, else more warps and splits of K."""
+    block_m = 8 if num_rows <= 8 else 16
+    if shape[0] >= 128 * target.num_sms and block_m == 8:
+        return Tile(
+            kernel="few", block_m=8, num_stages=1, max_registers=128, prefetch=0, k_blocks=2
+        )
+    if shape[0] >= 64 * target.num_sms:
+        return Tile(kernel="few", block_m=block_m, block_n=32, num_stages=2, prefetch=0, k_blocks=1)
+    return Tile(
+        kernel="few",
+        block_m=block_m,
+        block_n=32,
+        split_k=_split(shape, 32, 1, 2 * target.num_sms),
+        num_warps=8,
+        num_stages=1,
+        prefetch=0,
+        k_blocks=2,
+    )
 
 
 def _wide(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
