@@ -64,6 +64,9 @@ class W4Family:
     registers: tuple[int | None, ...] = (None,)
 
 
+# "wide": block_n, block_m, num_stages.
+WIDE_TILES = ((256, 128, 3), (256, 128, 4), (128, 128, 5), (128, 256, 3), (256, 64, 5))
+
 MANY = 1 << 30
 W4_FAMILIES = (
     W4Family(rows=(2, 8), block_m=8, block_n=(64, 128), scalings=("sums", "centered"),
@@ -181,6 +184,9 @@ def _w4a16(problem: Problem, rows: int, target: KernelTarget) -> Iterator[Tile]:
     for family in W4_FAMILIES:
         if family.rows[0] <= max(rows, 2) <= family.rows[1]:
             yield from _family(family, problem, rows, target)
+    if rows > 16 and target.arch == 90 and problem.k % W4A16_BLOCK_K == 0:
+        for block_n, block_m, stages in WIDE_TILES:
+            yield W4Tile(kernel="wide", block_m=block_m, block_n=block_n, num_stages=stages)
     if rows >= 256:
         yield W4Tile(kernel="dense")
 
@@ -253,6 +259,8 @@ def staged_bytes(op: Op, tile: Tile) -> int:
         return 0
     inputs, weights = tile.block_m * INPUT_BYTES[op], tile.block_n * WEIGHT_BITS[op] // 8
     under_way = tile.num_stages - 1
+    if tile.kernel == "wide":
+        return (inputs + weights) * W4A16_BLOCK_K * tile.num_stages
     if tile.kernel == "warp":
         return (inputs + weights) * W4A16_BLOCK_K * under_way * tile.num_warps
     if isinstance(tile, W4Tile):
@@ -268,6 +276,7 @@ FIELDS: dict[tuple[type, str], tuple[str, ...]] = {
     (W4Tile, "gemv"): ("block_n", "num_warps", "k_blocks"),
     (W4Tile, "warp"): _W4_FIELDS,
     (W4Tile, "tile"): _W4_FIELDS,
+    (W4Tile, "wide"): ("block_m", "block_n", "num_stages"),
     (DenseTile, "gemv"): ("block_n", "block_k", "num_warps"),
     (DenseTile, "gemm"): _GEMM_FIELDS,
     (DenseTile, "tma"): (*_GEMM_FIELDS, "per_sm"),

@@ -57,7 +57,7 @@ COMPILE_CASES = [
         groups=4,
         asymmetric=True,
         has_bias=True,
-        max_spill_bytes=32,
+        max_spill_bytes=64,
     ),  # fmt: skip
     wide(
         "m128-n128-g64-asym", block_n=128, stages=5, groups=2, asymmetric=True, max_spill_bytes=32

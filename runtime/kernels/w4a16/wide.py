@@ -36,7 +36,7 @@ def launch_wide(
     out, num_kb, sixteens = weight.shape[0], weight.num_blocks, tile.block_n // ROWS
     codes = weight.codes.view(weight.codes.shape[0], num_kb * ROWS, WIDE_BLOCK_K // 4)
     m_tiles, n_tiles = -(-num_rows // tile.block_m), -(-out // tile.block_n)
-    programs = num_programs(m_tiles * n_tiles * num_kb, target.num_sms)
+    programs = num_programs(m_tiles * n_tiles, num_kb, target.num_sms)
     column, zero_point = [sixteens, 1, ROWS], weight.zero_point
     workspace = weight.options.workspace
     wide_kernel[(programs,)](

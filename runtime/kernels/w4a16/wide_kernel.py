@@ -124,15 +124,15 @@ def _produce(
 
 @gluon.jit
 def _store_part(acc, out_ptr, bias_ptr, n, m, M, N, OUT: gl.constexpr):
-    """acc [64, BLOCK_M] + bias to out [M, N], from weight row `n` and input row `m` on."""
+    """acc [R, BLOCK_M] + bias to out [M, N], from weight row `n` and input row `m` on."""
     BLOCK_M: gl.constexpr = acc.shape[1]
     ROWS: gl.constexpr = gl.SliceLayout(0, OUT)
     COLS: gl.constexpr = gl.SliceLayout(1, OUT)
     if bias_ptr is not None:
-        at = n + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+        at = n + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         acc += gl.load(bias_ptr + at, mask=at < N, other=0.0).to(gl.float32)[:, None]
     y = gl.convert_layout(gl.permute(acc.to(out_ptr.dtype.element_ty), (1, 0)), OUT)
-    rows = n + gl.arange(0, 64, ROWS)
+    rows = n + gl.arange(0, acc.shape[0], ROWS)
     cols = m + gl.arange(0, BLOCK_M, COLS)
     at = cols.to(gl.int64)[:, None] * N + rows[None, :]
     gl.store(out_ptr + at, y, mask=(cols < M)[:, None] & (rows < N)[None, :])
@@ -140,9 +140,9 @@ def _store_part(acc, out_ptr, bias_ptr, n, m, M, N, OUT: gl.constexpr):
 
 @gluon.jit
 def _keep_part(acc, slot_ptr, FIRST: gl.constexpr, BLOCK_N: gl.constexpr):
-    """acc [64, BLOCK_M] to a slot [BLOCK_M, BLOCK_N] of scratch memory."""
+    """acc [R, BLOCK_M] to a slot [BLOCK_M, BLOCK_N] of scratch memory."""
     C: gl.constexpr = acc.type.layout
-    rows = FIRST + gl.arange(0, 64, gl.SliceLayout(1, C))
+    rows = FIRST + gl.arange(0, acc.shape[0], gl.SliceLayout(1, C))
     cols = gl.arange(0, acc.shape[1], gl.SliceLayout(0, C))
     at = cols[None, :] * BLOCK_N + rows[:, None]
     gl.store(slot_ptr + at, acc, cache_modifier=".cg")
@@ -201,27 +201,25 @@ def _consume(
     num_shared, num_units,
     WHO: gl.constexpr,
 ):  # fmt: skip
-    """A program's units, for PARTS * 64 rows of each tile."""
+    """A program's units, for half the rows of each tile."""
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = x_bufs.shape[1]
     BLOCK_N: gl.constexpr = 16 * code_bufs.shape[1]
-    PARTS: gl.constexpr = BLOCK_N // (64 * CONSUMERS)
+    ROWS: gl.constexpr = BLOCK_N // CONSUMERS
+    FIRST: gl.constexpr = WHO * ROWS
     PER_BLOCK: gl.constexpr = scale_bufs.shape[0] // STAGES
-    FIRST: gl.constexpr = WHO * PARTS * 64
-    SECOND: gl.constexpr = FIRST + 64
     SIZE: gl.constexpr = BLOCK_M * BLOCK_N
     C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, C, 2)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     mbarrier.wait(full.index(0), 0)
-    words = load_words(code_bufs, 0, FIRST, A)
+    words = load_words(code_bufs, 0, FIRST, ROWS, A)
     w = unpack_half(words, scale_bufs, zero_bufs, 0, FIRST, 0, PER_BLOCK, A)
     begin = 0
     while begin < num_units:
         tile, kb = _locate(begin, program, programs, num_kb, num_whole, shared_begin)
         end = gl.minimum(num_units, begin + num_kb - kb)
-        acc = gl.zeros([64, BLOCK_M], gl.float32, C)
-        more = acc
+        acc = gl.zeros([ROWS, BLOCK_M], gl.float32, C)
         for i in range(begin, end):
             # A product runs while the weights of the one after it are unpacked. None may run on
             # into the next iteration: ptxas would then wait for every single instruction.
@@ -229,43 +227,22 @@ def _consume(
             x_low = x_bufs.index(2 * stage).permute((1, 0))
             x_high = x_bufs.index(2 * stage + 1).permute((1, 0))
             acc = warpgroup_mma(w, x_low, acc, is_async=True)
-            words = load_words(code_bufs, stage, FIRST, A)
-            if PARTS == 2:
-                words_2 = load_words(code_bufs, stage, SECOND, A)
-                w_2 = unpack_half(words_2, scale_bufs, zero_bufs, stage, SECOND, 0, PER_BLOCK, A)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                more = warpgroup_mma(w_2, x_low, more, is_async=True)
-                w = unpack_half(words, scale_bufs, zero_bufs, stage, FIRST, 1, PER_BLOCK, A)
-                more = warpgroup_mma_wait(0, deps=(more,))
-                acc = warpgroup_mma(w, x_high, acc, is_async=True)
-                w_2 = unpack_half(words_2, scale_bufs, zero_bufs, stage, SECOND, 1, PER_BLOCK, A)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                more = warpgroup_mma(w_2, x_high, more, is_async=True)
-            else:
-                w = unpack_half(words, scale_bufs, zero_bufs, stage, FIRST, 1, PER_BLOCK, A)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                acc = warpgroup_mma(w, x_high, acc, is_async=True)
+            words = load_words(code_bufs, stage, FIRST, ROWS, A)
+            w = unpack_half(words, scale_bufs, zero_bufs, stage, FIRST, 1, PER_BLOCK, A)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            acc = warpgroup_mma(w, x_high, acc, is_async=True)
             after = (i + 1) % STAGES
             mbarrier.wait(full.index(after), (i + 1) // STAGES & 1, pred=i + 1 < num_units)
-            words = load_words(code_bufs, after, FIRST, A)
+            words = load_words(code_bufs, after, FIRST, ROWS, A)
             w = unpack_half(words, scale_bufs, zero_bufs, after, FIRST, 0, PER_BLOCK, A)
-            if PARTS == 2:
-                more = warpgroup_mma_wait(0, deps=(more,))
-            else:
-                acc = warpgroup_mma_wait(0, deps=(acc,))
+            acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index(stage), count=1)
-        n = tile // num_m_tiles * BLOCK_N + FIRST
-        m = tile % num_m_tiles * BLOCK_M
         if end - begin == num_kb:
-            _store_part(acc, out_ptr, bias_ptr, n, m, M, N, OUT)
-            if PARTS == 2:
-                _store_part(more, out_ptr, bias_ptr, n + 64, m, M, N, OUT)
+            n = tile // num_m_tiles * BLOCK_N + FIRST
+            _store_part(acc, out_ptr, bias_ptr, n, tile % num_m_tiles * BLOCK_M, M, N, OUT)
         else:
             slot = 2 * program + (kb == 0).to(gl.int32)
-            slot_ptr = partials_ptr + slot.to(gl.int64) * SIZE
-            _keep_part(acc, slot_ptr, FIRST, BLOCK_N)
-            if PARTS == 2:
-                _keep_part(more, slot_ptr, SECOND, BLOCK_N)
+            _keep_part(acc, partials_ptr + slot.to(gl.int64) * SIZE, FIRST, BLOCK_N)
             barrier()
             counter = counters_ptr + (tile - num_whole * programs) * CONSUMERS + WHO
             gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")

@@ -27,7 +27,7 @@ def _unpack_asm(plane, is_bf16, is_symmetric):
 
 @gluon.jit
 def _unpack(words, scale, zero, PLANE: gl.constexpr):
-    """Weights [64, 32] of a plane in the type of `scale` [64, 1]; zero: None for 8 everywhere."""
+    """Weights [R, 32] of a plane in the type of `scale` [R, 1]; zero: None for 8 everywhere."""
     asm: gl.constexpr = _unpack_asm(PLANE, scale.dtype == gl.bfloat16, zero is None)
     if zero is None:
         w = gl.inline_asm_elementwise(
@@ -43,17 +43,17 @@ def _unpack(words, scale, zero, PLANE: gl.constexpr):
 
 
 @gluon.jit
-def load_words(code_bufs, stage, FIRST: gl.constexpr, A: gl.constexpr):
-    """The words [64, 32] of a tile's rows from FIRST on, as an operand."""
+def load_words(code_bufs, stage, FIRST: gl.constexpr, COUNT: gl.constexpr, A: gl.constexpr):
+    """The words [COUNT, 32] of a tile's rows from FIRST on, as an operand."""
     ROWS: gl.constexpr = 16 * code_bufs.shape[1]
-    return code_bufs.index(stage).reshape((ROWS, 32)).slice(FIRST, 64).load(A)
+    return code_bufs.index(stage).reshape((ROWS, 32)).slice(FIRST, COUNT).load(A)
 
 
 @gluon.jit
-def _load_column(bufs, at, FIRST: gl.constexpr, A: gl.constexpr):
-    """The scales or zero points [64, 1] of a tile's rows from FIRST on."""
+def _load_column(bufs, at, FIRST: gl.constexpr, COUNT: gl.constexpr, A: gl.constexpr):
+    """The scales or zero points [COUNT, 1] of a tile's rows from FIRST on."""
     ROWS: gl.constexpr = 16 * bufs.shape[1]
-    rows = bufs.index(at).reshape((ROWS,)).slice(FIRST, 64)
+    rows = bufs.index(at).reshape((ROWS,)).slice(FIRST, COUNT)
     return gl.expand_dims(rows.load(gl.SliceLayout(1, A)), 1)
 
 
@@ -62,18 +62,19 @@ def unpack_half(
     words, scale_bufs, zero_bufs, stage, FIRST: gl.constexpr, HALF: gl.constexpr,
     PER_BLOCK: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    """Planes 2 HALF and 2 HALF + 1 side by side: weights [64, 64]. Registers are renamed, nothing
-    moves."""
+    """Planes 2 HALF and 2 HALF + 1 side by side: weights [R, 64] of the rows from FIRST on.
+    Registers are renamed, nothing moves."""
+    COUNT: gl.constexpr = words.shape[0]
     group = stage * PER_BLOCK + HALF * PER_BLOCK // 2
-    scale = _load_column(scale_bufs, group, FIRST, A)
+    scale = _load_column(scale_bufs, group, FIRST, COUNT, A)
     zero = zero_bufs
     if zero_bufs is not None:
-        zero = _load_column(zero_bufs, group, FIRST, A)
+        zero = _load_column(zero_bufs, group, FIRST, COUNT, A)
     low = _unpack(words, scale, zero, 2 * HALF)
     if PER_BLOCK == 4:
-        scale = _load_column(scale_bufs, group + 1, FIRST, A)
+        scale = _load_column(scale_bufs, group + 1, FIRST, COUNT, A)
         if zero_bufs is not None:
-            zero = _load_column(zero_bufs, group + 1, FIRST, A)
+            zero = _load_column(zero_bufs, group + 1, FIRST, COUNT, A)
     high = _unpack(words, scale, zero, 2 * HALF + 1)
-    both = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), (64, 64))
+    both = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), (COUNT, 64))
     return gl.convert_layout(both, A, assert_trivial=True)
