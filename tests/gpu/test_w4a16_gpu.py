@@ -13,7 +13,8 @@ from quant.artifact.layout import QuantizedWeight, dequantize
 from quant.artifact.scheme import preset, with_group_size
 from runtime.kernels.gate import gate
 from runtime.kernels.w4a16 import pack_w4a16, unpack_w4a16, w4a16_gate_up, w4a16_linear
-from runtime.kernels.w4a16.launch import dequantized, launch
+from runtime.kernels.w4a16.launch import launch
+from runtime.kernels.w4a16.slices import dequantized
 from runtime.kernels.w4a16.tile import Tile
 from runtime.kernels.workspace import KernelOptions, Workspace
 

@@ -219,20 +219,4 @@ COMPILE_CASES = [
         expects=WGMMA,
         targets=("sm90", "sm100"),
     ),
-    CompileCase(
-        name="dequantize",
-        kernel=f"{MODULE}:dequantize_kernel",
-        signature={
-            "codes_ptr": "*i16",
-            "scale_ptr": "*bf16",
-            "zero_ptr": "*u8",
-            "out_ptr": "*bf16",
-            "N": "i32",
-            "K": "i32",
-            "num_kb": "i32",
-        },
-        constexprs={"BLOCK_N": 64, "BLOCK_K": 128, "GROUPS": 1, "USE_PTX": True},
-        overrides={"gfx942": {"USE_PTX": False}},
-        aligned=("N", "K"),
-    ),
 ]

@@ -54,7 +54,6 @@ from runtime.kernels.w4a16 import (
     w4a16_gate_up,
     w4a16_linear,
 )
-from runtime.kernels.w4a16.slices import SLICE_ROWS
 from runtime.kernels.w8a8 import (
     W8A8Weight,
     can_pack_w8a8,
@@ -199,15 +198,10 @@ def gated_linear(
 ) -> Tensor | QuantizedActivations:
     """act(gate) * up, quantized by `activations`, of a weight gate | up: [T, in] -> [T, out / 2].
 
-    A large step goes slice by slice where the weight's kernels do that.
+    Of many rows by a 4-bit weight both are made together.
     """
     is_plain = bias is None and activations is None
-    if (
-        isinstance(weight, W4A16Weight)
-        and isinstance(x, Tensor)
-        and len(x) > SLICE_ROWS
-        and is_plain
-    ):
+    if isinstance(weight, W4A16Weight) and isinstance(x, Tensor) and is_plain:
         return w4a16_gate_up(x, weight, act)
     return gate(linear(x, weight, bias), act, activations)
 

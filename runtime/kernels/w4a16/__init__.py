@@ -43,16 +43,13 @@ def w4a16_linear(x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None = None) 
 
 
 def w4a16_gate_up(x_TK: Tensor, weight: W4A16Weight, act: Activation) -> Tensor:
-    """act(gate) * up of a gate | up weight [2 n, in]: [T, in] -> [T, n], in one kernel where the
-    tile allows it, in slices of rows where the weight is dequantized first. The bits are those of
-    `gate(w4a16_linear(x_TK, weight), act)`.
+    """act(gate) * up of a gate | up weight [2 n, in]: [T, in] -> [T, n]. Of many rows both are made
+    slice by slice; few rows take two kernels, which was quicker than one that gates its tile.
     """
     tile = _tile(x_TK, weight)
-    if tile is not None and tile.kernel == "dense":
-        return gated_in_slices(x_TK.contiguous(), weight, act)
-    if tile is None or not tile.can_gate(weight.shape[0]):
+    if tile is None or tile.kernel != "dense":
         return gate(w4a16_linear(x_TK, weight), act)
-    return launch(x_TK.contiguous(), weight, None, tile, act)
+    return gated_in_slices(x_TK.contiguous(), weight, act)
 
 
 def _tile(x_TK: Tensor, weight: W4A16Weight) -> Tile | None:

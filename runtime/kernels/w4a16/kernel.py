@@ -24,12 +24,10 @@ from runtime.kernels.w4a16.kernel_parts import (
     ROWS,
     add_splits,
     excess,
-    load_group,
     load_groups,
     load_staged_groups,
     offset_of,
     prefetch_rows,
-    scaled,
     tile_rows,
     unpack_plane,
     unpack_run,
@@ -349,44 +347,3 @@ def warp_kernel(
         y, is_last = add_splits(y, partials_ptr, counters_ptr, tile, split, SPLIT_K)
         if is_last:
             write_tile(y, bias_ptr, out_ptr, tile, rows, m, M, N, ACT)
-
-
-@triton.jit
-def dequantize_kernel(
-    codes_ptr,
-    scale_ptr,
-    zero_ptr,
-    out_ptr,
-    N,
-    K,
-    num_kb,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    USE_PTX: tl.constexpr,
-):
-    """The weight [N, K] in out's dtype, for a library's matrix product. Grid: (K-blocks, rows)."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    EXCESS: tl.constexpr = excess(dtype == tl.bfloat16, USE_PTX)
-    WIDTH: tl.constexpr = BLOCK_K // 4
-    kb = tl.program_id(0)
-    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, WIDTH)
-    row_ok = rows < N
-    block = (rows // ROWS).to(tl.int64)
-    at = (block * num_kb + kb) * (ROWS * WIDTH) + rows % ROWS * WIDTH
-    words = tl.load(codes_ptr + at[:, None] + k[None, :], mask=row_ok[:, None], other=0)
-    num_groups = num_kb * GROUPS if GROUPS > 0 else 1
-    group = block * num_groups * ROWS + rows % ROWS
-    SYMMETRIC: tl.constexpr = zero_ptr is None
-    if not SYMMETRIC:
-        zeros = zero_ptr + group
-    out = out_ptr + rows.to(tl.int64)[:, None] * K + kb * BLOCK_K + k[None, :]
-    for p in tl.static_range(4):
-        s = load_group(scale_ptr + group, kb, p * GROUPS // 4, GROUPS, row_ok)
-        z = s if SYMMETRIC else load_group(zeros, kb, p * GROUPS // 4, GROUPS, row_ok)
-        offset = offset_of(z, SYMMETRIC, EXCESS)[:, None]
-        w = unpack_plane(words, p, dtype, USE_PTX) - offset.to(dtype)
-        w = scaled(w, s[:, None])
-        k_ok = kb * BLOCK_K + p * WIDTH + k < K
-        tl.store(out + p * WIDTH, w, mask=row_ok[:, None] & k_ok[None, :])

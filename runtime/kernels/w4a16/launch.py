@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from runtime.kernels.backend import KernelTarget, target_of
 from runtime.kernels.w4a16.pack import ROWS, W4A16Weight
+from runtime.kernels.w4a16.slices import linear_in_slices
 from runtime.kernels.w4a16.tile import Tile, num_whole_tiles
 from runtime.kernels.w4a16.wide import launch_wide
 
@@ -21,7 +21,7 @@ def launch(
     `can_gate` only.
     """
     if tile.kernel == "dense":
-        return functional.linear(x_TK, dequantized(weight), bias)
+        return linear_in_slices(x_TK, weight, bias)
     width = weight.shape[0] if act is None else weight.shape[0] // 2
     out_TN = torch.empty(x_TK.shape[0], width, dtype=x_TK.dtype, device=x_TK.device)
     if tile.kernel == "gemv":
@@ -196,20 +196,3 @@ def _scratch(weight: W4A16Weight, tiles: int, tile: Tile) -> tuple[Tensor | None
     workspace = weight.options.workspace
     size = tiles * tile.split_k * tile.block_m * tile.block_n
     return workspace.partials(size), workspace.counters(tiles)
-
-
-def dequantized(weight: W4A16Weight) -> Tensor:
-    """`unpack_w4a16` by one kernel: the matrix [out, in] in the compute type."""
-    from runtime.kernels.w4a16.kernel import dequantize_kernel
-
-    out, width = weight.shape
-    matrix = torch.empty(out, width, dtype=weight.dtype, device=weight.codes.device)
-    dequantize_kernel[weight.num_blocks, -(-out // 64)](
-        *(weight.codes, weight.scale, weight.zero_point, matrix, out, width, weight.num_blocks),
-        BLOCK_N=64,
-        BLOCK_K=weight.block_k,
-        GROUPS=weight.groups_per_block,
-        USE_PTX=target_of(matrix.device).has_ptx,
-        num_warps=4,
-    )
-    return matrix
