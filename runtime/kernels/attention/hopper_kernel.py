@@ -47,7 +47,9 @@ def _read_item(work_ptr, item, num_items, KV_HEADS: gl.constexpr):
     at_ptr = work_ptr + gl.minimum(item, num_items - 1) // KV_HEADS * 5
     row, rows, position = gl.load(at_ptr), gl.load(at_ptr + 1), gl.load(at_ptr + 2)
     span, tiles = gl.load(at_ptr + 3), gl.load(at_ptr + 4)
-    return item % KV_HEADS, row, rows, position, span, gl.where(item < num_items, tiles, 0)
+    is_item = item < num_items
+    rows, tiles = gl.where(is_item, rows, 0), gl.where(is_item, tiles, 0)
+    return item % KV_HEADS, row, rows, position, span, tiles
 
 
 @gluon.jit
@@ -231,6 +233,34 @@ def _clear_stale(v_tile, num_stored, TILE: gl.constexpr, HEAD_DIM: gl.constexpr)
 
 
 @gluon.jit
+def _rows(head, row, rows, PART: gl.constexpr, GROUP: gl.constexpr, BY_ROW: gl.constexpr):
+    """Of a warpgroup's rows: where they are in the step, their heads, and which there are."""
+    QUERIES: gl.constexpr = ROWS // GROUP
+    i_M = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROW))
+    query_M = PART * QUERIES + i_M // GROUP
+    is_row = (query_M < rows) & (i_M < QUERIES * GROUP)
+    return (row + query_M).to(gl.int64), head * GROUP + i_M % GROUP, gl.expand_dims(is_row, 1)
+
+
+@gluon.jit
+def _load_queries(
+    q_ptr,
+    q_stride,
+    head,
+    row,
+    rows,
+    PART: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BY_ROW: gl.constexpr,
+):
+    row_M, head_M, is_row = _rows(head, row, rows, PART, GROUP, BY_ROW)
+    d = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, BY_ROW)), 0)
+    at_MD = gl.expand_dims(row_M * q_stride + head_M * HEAD_DIM, 1) + d
+    return gl.load(q_ptr + at_MD, mask=is_row, other=0.0)
+
+
+@gluon.jit
 def _compute(
     q_ptr,
     out_ptr,
@@ -262,20 +292,15 @@ def _compute(
         [1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0]
     )
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    row_M = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROW))
-    d = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, BY_ROW)), 0)
     step, taken = 0, 0
+    head, row, rows, position, span, tiles = _read_item(work_ptr, _item(0), num_items, KV_HEADS)
+    q_MD = _load_queries(q_ptr, q_stride, head, row, rows, PART, GROUP, HEAD_DIM, BY_ROW)
     for turn in range((num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        head, row, rows, position, _span, tiles = _read_item(
-            work_ptr, _item(turn), num_items, KV_HEADS
+        next_head, next_row, next_rows, next_position, span, next_tiles = _read_item(
+            work_ptr, _item(turn + 1), num_items, KV_HEADS
         )
         if tiles > 0:
             whole = gl.minimum((position + 1) // TILE, tiles)
-            query_M = PART * QUERIES + row_M // GROUP
-            is_row = gl.expand_dims((query_M < rows) & (row_M < QUERIES * GROUP), 1)
-            head_M = head * GROUP + row_M % GROUP
-            q_at_M = (row + query_M).to(gl.int64) * q_stride + head_M * HEAD_DIM
-            q_MD = gl.load(q_ptr + (gl.expand_dims(q_at_M, 1) + d), mask=is_row, other=0.0)
             q_tile.store(q_MD)
             fence_async_shared()
             first_position = position + PART * QUERIES
@@ -305,14 +330,20 @@ def _compute(
                 mbarrier.wait(v_full.index(last), (step - 1) // STAGES & 1)
                 _clear_stale(v_tiles.index(last), num_stored, TILE, HEAD_DIM)
             acc_MD = _ask_values(p_MN, v_tiles, v_full, acc_MD, step - 1, STAGES)
+            # Nothing comes behind an item without tiles, so this is missed where nobody asks.
+            q_MD = _load_queries(
+                q_ptr, q_stride, next_head, next_row, next_rows, PART, GROUP, HEAD_DIM, BY_ROW
+            )
             acc_MD, p_MN = warpgroup_mma_wait(0, (acc_MD, p_MN))
             mbarrier.arrive(v_empty.index(last), count=1)
-            acc_MD = acc_MD * gl.expand_dims(
-                gl.convert_layout(1.0 / l_M, gl.SliceLayout(1, VALUES)), 1
-            )
-            out_at_M = ((row + query_M).to(gl.int64) * (KV_HEADS * GROUP) + head_M) * HEAD_DIM
-            out_MD = gl.convert_layout(acc_MD.to(DTYPE), BY_ROW)
-            gl.store(out_ptr + (gl.expand_dims(out_at_M, 1) + d), out_MD, mask=is_row)
+            sums_M = gl.convert_layout(l_M, gl.SliceLayout(1, VALUES))
+            out_MD = gl.convert_layout((acc_MD * gl.expand_dims(1.0 / sums_M, 1)).to(DTYPE), BY_ROW)
+            row_M, head_M, is_row = _rows(head, row, rows, PART, GROUP, BY_ROW)
+            d = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, BY_ROW)), 0)
+            at_M = (row_M * (KV_HEADS * GROUP) + head_M) * HEAD_DIM
+            gl.store(out_ptr + (gl.expand_dims(at_M, 1) + d), out_MD, mask=is_row)
+        head, row, rows = next_head, next_row, next_rows
+        position, tiles = next_position, next_tiles
 
 
 @gluon.jit(do_not_specialize=["num_items", "table_stride"])

@@ -23,7 +23,6 @@ _SPLITS = 16
 _SPLIT_TOKENS = 256
 # Of a multiprocessor of Hopper, what it keeps to itself of every program included.
 _SHARED_BYTES = 228 * 1024
-_USES_HOPPER_KERNEL = False
 # Rows of one of the two warpgroups of `hopper_kernel`.
 _HOPPER_ROWS = 64
 _HOPPER_KEYS = 128
@@ -124,7 +123,6 @@ def decode_tile(batch: PagedBatch, target: KernelTarget) -> DecodeTile:
         num_stages=_stages(batch, target, 2 if few else programs, 4 if few else 7),
         programs_per_sm=programs,
         min_tiles=2 if few else 1,
-        prefetch=4,
         slack=4,
     )
 
@@ -163,7 +161,7 @@ def prefill_tile(batch: PagedBatch, target: KernelTarget) -> PrefillTile:
 def _suits_hopper(plan: TritonPlan) -> bool:
     """What `hopper_kernel` is written for; all else is `prefill_kernel`'s."""
     batch = plan.batch
-    return _USES_HOPPER_KERNEL and (
+    return (
         plan.target.arch == 90
         and plan.window is None
         and not batch.deterministic
