@@ -80,7 +80,8 @@ def gemv(name: str, *, groups: int, half: str = "bf16", asymmetric: bool = False
 
 
 def few(name: str, *, half: str = "bf16", asymmetric: bool = False, **given: Any) -> CompileCase:
-    """Inputs and weights in registers: on NVIDIA only the sums of warps use shared memory."""
+    """Inputs and weights in registers, unless staged."""
+    num_stages = given.pop("num_stages", 1)
     constants = {
         "BLOCK_K": 128,
         "GROUPS": 1,
@@ -92,6 +93,7 @@ def few(name: str, *, half: str = "bf16", asymmetric: bool = False, **given: Any
         "ONCE": True,
         "PREFETCH": 1,
         "AHEAD": False,
+        "STAGES": 1,
         "ACT": None,
         "USE_PTX": True,
         "PDL": True,
@@ -114,7 +116,8 @@ def few(name: str, *, half: str = "bf16", asymmetric: bool = False, **given: Any
         },
         aligned=("N", "K"),
         num_warps=given["WARPS"],
-        expects={"sm90": ("mma.sync.aligned.m16n8k16", ".v4.b32 {")},
+        num_stages=num_stages,
+        expects={"sm90": ("mma.sync.aligned.m16n8k16",)},
     )
 
 
@@ -134,6 +137,7 @@ COMPILE_CASES = [
         AHEAD=True,
         ACT="silu",
     ),
+    few("few-staged", BLOCK_M=8, TILES=2, WARPS=4, STEP=1, STAGES=3, ONCE=False, num_stages=3),
     few(
         "few-g32-asym-ragged",
         half="fp16",

@@ -32,13 +32,30 @@ from runtime.kernels.w4a16.kernel_parts import (
 
 
 @triton.jit
-def as_operand(tile):
-    """[8, WARPS, H, WIDTH] as [WARPS, 8 H, WIDTH], the columns in the order of an operand."""
-    COUNT: tl.constexpr = tile.shape[2] * 8
-    WIDTH: tl.constexpr = tile.shape[3]
-    rows = tl.permute(tile, 1, 2, 0, 3)
-    lanes = tl.reshape(rows, [tile.shape[1], COUNT, 4, WIDTH // 8, 2])
-    return tl.reshape(tl.permute(lanes, 0, 1, 3, 2, 4), [tile.shape[1], COUNT, WIDTH])
+def axes(WARPS: tl.constexpr, COUNT: tl.constexpr, STAGED: tl.constexpr):
+    """(warp, row of COUNT) of a tile [8, WARPS, COUNT / 8, WIDTH], which the compiler loads with
+    eight rows of four lanes to a warp; [WARPS, COUNT / 8, 8, WIDTH] for shared memory."""
+    warp = tl.arange(0, WARPS)
+    eight = tl.arange(0, 8)
+    band = tl.arange(0, COUNT // 8)
+    if STAGED:
+        warp = warp[:, None, None, None]
+        row = band[None, :, None, None] * 8 + eight[None, None, :, None]
+    else:
+        warp = warp[None, :, None, None]
+        row = band[None, None, :, None] * 8 + eight[:, None, None, None]
+    return warp, row
+
+
+@triton.jit
+def as_operand(tile, STAGED: tl.constexpr):
+    """A tile by `axes` as [WARPS, COUNT, WIDTH], the columns in the order of an operand."""
+    rows = tile if STAGED else tl.permute(tile, 1, 2, 0, 3)
+    WARPS: tl.constexpr = rows.shape[0]
+    COUNT: tl.constexpr = rows.shape[1] * 8
+    WIDTH: tl.constexpr = rows.shape[3]
+    lanes = tl.reshape(rows, [WARPS, COUNT, 4, WIDTH // 8, 2])
+    return tl.reshape(tl.permute(lanes, 0, 1, 3, 2, 4), [WARPS, COUNT, WIDTH])
 
 
 @triton.jit
@@ -102,7 +119,7 @@ def load_words(
     codes, kb, kb_end, along, STEP: tl.constexpr, TILES: tl.constexpr, DEEP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Words [8, WARPS, 2, WIDTH] of STEP K-blocks x TILES sixteens, STEP outermost."""
+    """Words by `axes` of STEP K-blocks x TILES sixteens, STEP outermost."""
     BLOCK: tl.constexpr = ROWS * codes[0].shape[3]
     words = ()
     for i in tl.static_range(STEP):
@@ -140,7 +157,7 @@ def load_scales(
 def load_plane(
     x, kb, kb_end, along, K, PLANE: tl.constexpr, EVEN_K: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Inputs [8, WARPS, H, WIDTH] of a plane; a mask of whole K-blocks leaves loads wide."""
+    """Inputs by `axes` of a plane; a mask of whole K-blocks leaves loads wide."""
     WIDTH: tl.constexpr = x.shape[3]
     at = x + kb * (4 * WIDTH) + PLANE * WIDTH
     if WHOLE and EVEN_K:
@@ -156,12 +173,13 @@ def load_plane(
 def add_step(
     acc, total, words, s, z, x, kb, kb_end, along, K, STEP: tl.constexpr,
     TILES: tl.constexpr, DEEP: tl.constexpr, GROUPS: tl.constexpr, CENTERED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, WHOLE: tl.constexpr, USE_PTX: tl.constexpr,
+    SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, WHOLE: tl.constexpr, STAGED: tl.constexpr,
+    USE_PTX: tl.constexpr,
 ):  # fmt: skip
     """Sums [WARPS, 16, M] of each sixteen, and of the inputs, + those of one step."""
     dtype: tl.constexpr = x.dtype.element_ty
     EXCESS: tl.constexpr = excess(dtype == tl.bfloat16, USE_PTX)
-    WARPS: tl.constexpr = x.shape[1]
+    WARPS: tl.constexpr = total.shape[0]
     WIDTH: tl.constexpr = x.shape[3]
     PER_BLOCK: tl.constexpr = GROUPS if GROUPS > 0 else 1
     PLANES: tl.constexpr = 4 // PER_BLOCK
@@ -179,12 +197,12 @@ def add_step(
                 inputs = load_plane(
                     x, kb + i * DEEP, kb_end, along, K, g * PLANES + p, EVEN_K, WHOLE
                 )
-                inputs = tl.permute(as_operand(inputs), 0, 2, 1)
+                inputs = tl.permute(as_operand(inputs, STAGED), 0, 2, 1)
                 if not CENTERED:
                     sums = tl.dot(ones, inputs, sums)
                 products = ()
                 for r in tl.static_range(TILES):
-                    held = as_operand(words[i * TILES + r])
+                    held = as_operand(words[i * TILES + r], STAGED)
                     w = unpack_plane(held, g * PLANES + p, dtype, USE_PTX)
                     if CENTERED:
                         zero = z[(i * TILES + r) * PER_BLOCK + g]
@@ -228,6 +246,7 @@ def few_rows(
     ACROSS: tl.constexpr,
     STEP: tl.constexpr,
     AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
     GROUPS: tl.constexpr,
     CENTERED: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -242,7 +261,8 @@ def few_rows(
     """A tile [16 TILES ACROSS, BLOCK_M] of y.T. ACROSS warps share out its rows, a team, and its
     K-blocks go round among the teams: warp = team * ACROSS + share of rows.
 
-    STEP: K-blocks that a warp asks for at a time; AHEAD: one step ahead. EVEN_K: BLOCK_K divides K.
+    STEP: K-blocks that a warp asks for at a time. AHEAD: one step ahead, into registers. STAGES:
+    if more than 1, STAGES - 1 steps ahead, into shared memory. EVEN_K: BLOCK_K divides K.
     WHOLE: every warp has a K-block in every turn. ONCE: one step is all. PREFETCH: how many steps
     before they are loaded words are asked into L2.
     """
@@ -252,33 +272,35 @@ def few_rows(
     EXCESS: tl.constexpr = excess(dtype == tl.bfloat16, USE_PTX)
     WIDTH: tl.constexpr = BLOCK_K // 4
     DEEP: tl.constexpr = WARPS // ACROSS
+    TURN: tl.constexpr = STEP * DEEP
+    STAGED: tl.constexpr = STAGES > 1 and not ONCE
     SYMMETRIC: tl.constexpr = zero_ptr is None
     tile = tl.program_id(0)
     split = tl.program_id(1)
     kb_begin = split * num_kb // SPLIT_K
     kb_end = (split + 1) * num_kb // SPLIT_K
 
-    eight = tl.arange(0, 8)[:, None, None, None]
     k = tl.arange(0, WIDTH)[None, None, None, :]
-    warp = tl.arange(0, WARPS)
-    along = (warp // ACROSS)[None, :, None, None]
-    row = tl.arange(0, 2)[None, None, :, None] * 8 + eight
+    warp, row = axes(WARPS, 16, STAGED)
+    along = warp // ACROSS
     codes = codes_ptr + (along * (ROWS * WIDTH) + row * WIDTH + k)
-    across = (warp % ACROSS)[None, :, None, None] if ACROSS > 1 else 0
+    across = warp % ACROSS if ACROSS > 1 else 0
     codes = pointers_of(codes, tile, across, N, num_kb * (ROWS * WIDTH), TILES, ACROSS, ACT)
-    group = (warp // ACROSS)[:, None] * (GROUPS * ROWS) + tl.arange(0, 16)[None, :]
-    across = (warp % ACROSS)[:, None] if ACROSS > 1 else 0
+    _, m = axes(WARPS, BLOCK_M, STAGED)
+    m = tl.minimum(m, M - 1)  # sums of rows that are not there are not stored
+    x = x_ptr + (m.to(tl.int64) * K + along * BLOCK_K + k)
+    team = (tl.arange(0, WARPS) // ACROSS)[:, None]
+    group = team * (GROUPS * ROWS) + tl.arange(0, 16)[None, :]
+    across = (tl.arange(0, WARPS) % ACROSS)[:, None] if ACROSS > 1 else 0
     per_sixteen = (num_kb * GROUPS if GROUPS > 0 else 1) * ROWS
     scales = pointers_of(scale_ptr + group, tile, across, N, per_sixteen, TILES, ACROSS, ACT)
     zeros = scales
     if not SYMMETRIC:
         zeros = pointers_of(zero_ptr + group, tile, across, N, per_sixteen, TILES, ACROSS, ACT)
-    m = tl.arange(0, BLOCK_M // 8)[None, None, :, None] * 8 + eight
-    m = tl.minimum(m, M - 1)  # sums of rows that are not there are not stored
-    x = x_ptr + (m.to(tl.int64) * K + along * BLOCK_K + k)
-    team = (warp // ACROSS)[:, None]
 
-    words = load_words(codes, kb_begin, kb_end, along, STEP, TILES, DEEP, WHOLE)
+    words = ()
+    if not STAGED:
+        words = load_words(codes, kb_begin, kb_end, along, STEP, TILES, DEEP, WHOLE)
     s = load_scales(scales, kb_begin, kb_end, team, STEP, TILES, DEEP, GROUPS, WHOLE)
     z = s
     if not SYMMETRIC:
@@ -288,45 +310,50 @@ def few_rows(
     for _ in tl.static_range(1, TILES):
         acc = acc + (total,)
     if not ONCE:
-        for turn in tl.static_range(1, PREFETCH + 1):
-            here = kb_begin + turn * (STEP * DEEP)
+        for turn in tl.static_range(PREFETCH):
+            here = kb_begin + (turn if STAGED else turn + 1) * TURN
             prefetch_step(
                 codes_ptr, tile, here, kb_end, num_kb, N, STEP, TILES, WARPS, ACROSS, WIDTH, ACT
             )
     if PDL:
         gdc_wait()
-    if ONCE or not AHEAD:
+    if not STAGED and (ONCE or not AHEAD):
         acc, total = add_step(
             acc, total, words, s, z, x, kb_begin, kb_end, along, K, STEP, TILES, DEEP, GROUPS,
-            CENTERED, SYMMETRIC, EVEN_K, WHOLE, USE_PTX,
+            CENTERED, SYMMETRIC, EVEN_K, WHOLE, STAGED, USE_PTX,
         )  # fmt: skip
     if not ONCE:
-        TURN: tl.constexpr = STEP * DEEP
-        first = kb_begin if AHEAD else kb_begin + TURN
-        for kb in tl.range(first, kb_end, TURN, num_stages=1):
+        first = kb_begin if AHEAD or STAGED else kb_begin + TURN
+        for kb in tl.range(first, kb_end, TURN, num_stages=STAGES):
             then = kb + TURN if AHEAD else kb
             there: tl.constexpr = WHOLE and not AHEAD
             next_words = load_words(codes, then, kb_end, along, STEP, TILES, DEEP, there)
-            next_s = load_scales(scales, then, kb_end, team, STEP, TILES, DEEP, GROUPS, there)
+            soon = kb + TURN if STAGED else then
+            near: tl.constexpr = there and not STAGED
+            next_s = load_scales(scales, soon, kb_end, team, STEP, TILES, DEEP, GROUPS, near)
             next_z = next_s
             if not SYMMETRIC:
-                next_z = load_scales(zeros, then, kb_end, team, STEP, TILES, DEEP, GROUPS, there)
-            if PREFETCH > 0:
+                next_z = load_scales(zeros, soon, kb_end, team, STEP, TILES, DEEP, GROUPS, near)
+            if PREFETCH > 0 and not STAGED:
                 prefetch_step(
                     codes_ptr, tile, then + PREFETCH * TURN, kb_end, num_kb, N, STEP, TILES, WARPS,
                     ACROSS, WIDTH, ACT,
                 )  # fmt: skip
-            if not AHEAD:
+            if AHEAD:
+                now, now_s, now_z = words, s, z
+            elif STAGED:
+                now, now_s, now_z = next_words, s, z
+            else:
+                now, now_s, now_z = next_words, next_s, next_z
+            acc, total = add_step(
+                acc, total, now, now_s, now_z, x, kb, kb_end, along, K, STEP, TILES, DEEP, GROUPS,
+                CENTERED, SYMMETRIC, EVEN_K, WHOLE, STAGED, USE_PTX,
+            )  # fmt: skip
+            if AHEAD:
                 words = next_words
+            if AHEAD or STAGED or GROUPS == 0:
                 s = next_s
                 z = next_z
-            acc, total = add_step(
-                acc, total, words, s, z, x, kb, kb_end, along, K, STEP, TILES, DEEP, GROUPS,
-                CENTERED, SYMMETRIC, EVEN_K, WHOLE, USE_PTX,
-            )  # fmt: skip
-            words = next_words
-            s = next_s
-            z = next_z
     if GROUPS == 0:
         scaled = ()
         for r in tl.static_range(TILES):

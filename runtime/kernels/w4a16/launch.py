@@ -85,7 +85,8 @@ def _launch_few(
         WARPS=tile.num_warps,
         ACROSS=tile.row_warps,
         STEP=tile.k_blocks,
-        AHEAD=tile.num_stages > 1,
+        AHEAD=tile.num_stages == 2,
+        STAGES=tile.num_stages if tile.num_stages > 2 else 1,
         GROUPS=weight.groups_per_block,
         CENTERED=tile.scaling == "centered",
         SPLIT_K=tile.split_k,
@@ -97,7 +98,7 @@ def _launch_few(
         USE_PTX=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
-        num_stages=1,
+        num_stages=tile.num_stages,
         **_options(target, tile),
     )
 
