@@ -114,27 +114,28 @@ def plan_for_triton(batch: PagedBatch, window: int | None) -> TritonPlan:
 
 def decode_tile(batch: PagedBatch, target: KernelTarget) -> DecodeTile:
     """One warp per program, few keys: measured best on an H200 for every number of sequences."""
-    is_narrow = batch.pool_dtype is not None and batch.pool_dtype.itemsize == 1
     few = batch.num_decodes <= 4
-    programs = 8 if batch.deterministic else _programs(batch.num_decodes, is_narrow)
+    programs = 8 if batch.deterministic else _programs(batch, target)
     return DecodeTile(
         keys=32,
         num_warps=1,
-        num_stages=_stages(batch, target, 2 if few else programs, 4 if few else 7),
+        num_stages=_stages(batch, target, programs, most=4 if few else 7),
         programs_per_sm=programs,
         min_tiles=2 if few else 1,
         slack=4,
     )
 
 
-def _programs(num_decodes: int, is_narrow: bool) -> int:
-    """Programs per multiprocessor; 8 of them take all registers.
+def _programs(batch: PagedBatch, target: KernelTarget) -> int:
+    """Programs per multiprocessor: the fewest with which each has one head, if there are any; 8 of
+    them take all registers.
 
-    More programs hide more latency but cut heads into more segments, which small steps feel.
+    More programs hide more latency, but cut heads into more segments, which small steps feel.
     """
-    if num_decodes <= 64:
-        return 4 if num_decodes > 32 or (is_narrow and num_decodes > 4) else 2
-    return 8 if is_narrow else 6
+    is_narrow = batch.pool_dtype is not None and batch.pool_dtype.itemsize == 1
+    heads_per_sm = -(-batch.num_decodes * batch.kv_heads // target.num_sms)
+    choices = (4, 8) if is_narrow and batch.num_decodes > 4 else (2, 4, 6, 8)
+    return next((n for n in choices if n >= heads_per_sm), 8 if is_narrow else 6)
 
 
 def _stages(batch: PagedBatch, target: KernelTarget, programs: int, most: int) -> int:
