@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quant.artifact.scheme import ActivationScheme
 from runtime.kernels.attention import (
     AttentionPlan,
     PagedBatch,
@@ -140,16 +141,22 @@ class Decoder:
                 attended_TE, residual_TE = attended_TE[rows], residual_TE[rows]
                 if not len(rows):
                     return residual_TE
-            x_TE = self._project(layer, attended_TE)
-            up = layer.gate_up.activations
-            residual_TE, normed = add_rms_norm(x_TE, residual_TE, layer.norms.mlp, eps, up)
-            del attended_TE, x_TE  # their memory serves the MLP, where a step takes most
-            x_TE = self._mlp(layer, normed)
+            norms, up = layer.norms, layer.gate_up.activations
+            residual_TE, normed = self._added(
+                layer.o, attended_TE, residual_TE, norms.after_attention, norms.mlp, up
+            )
+            del attended_TE  # its memory serves the MLP, where a step takes most
+            gated = layer.gate_up.gated(normed, self.spec.act, layer.down.activations)
+            norm, quantized = self.final_norm, None
             if not is_last:
                 after = self.layers[i + 1]
                 norm, quantized = after.norms.attention, after.qkv.activations
-                residual_TE, normed = add_rms_norm(x_TE, residual_TE, norm, eps, quantized)
-        return add_rms_norm(x_TE, residual_TE, self.final_norm, eps)[1]
+            residual_TE, normed = self._added(
+                layer.down, gated, residual_TE, norms.after_mlp, norm, quantized
+            )
+            del gated
+        assert isinstance(normed, Tensor)
+        return normed
 
     @torch.inference_mode()
     def logits(self, hidden_RE: Tensor) -> Tensor:
@@ -222,10 +229,25 @@ class Decoder:
             token_scales=None if kv.token_scales is None else kv.token_scales[i],
         )
 
-    def _project(self, layer: DecoderLayer, attended_TE: Tensor) -> Tensor:
-        out_TE = layer.o(attended_TE)
-        after = layer.norms.after_attention
-        return out_TE if after is None else rms_norm(out_TE, after, self.spec.norm_eps)
+    def _added(
+        self,
+        linear: Linear,
+        x: Tensor | QuantizedActivations,
+        residual_TE: Tensor,
+        after: Tensor | None,
+        norm: Tensor,
+        activations: ActivationScheme | None,
+    ) -> tuple[Tensor, Tensor | QuantizedActivations]:
+        """The residual plus the linear's output (normed by `after` where there is such a norm), and
+        the sum's norm. The residual's memory may be used."""
+        eps = self.spec.norm_eps
+        if after is None and isinstance(x, Tensor) and linear.can_add(x):
+            linear.add_(residual_TE, x)
+            return residual_TE, rms_norm(residual_TE, norm, eps, activations)
+        out_TE = linear(x)
+        if after is not None:
+            out_TE = rms_norm(out_TE, after, eps)
+        return add_rms_norm(out_TE, residual_TE, norm, eps, activations)
 
     def _rotate_and_store(self, i: int, heads_THD: Tensor, step: StepInputs, kv: KVCache) -> None:
         layer = self.layers[i]
@@ -263,12 +285,6 @@ class Decoder:
             kv.head_scales[i],
             None if kv.token_scales is None else kv.token_scales[i],
         )
-
-    def _mlp(self, layer: DecoderLayer, normed: Tensor | QuantizedActivations) -> Tensor:
-        gated = layer.gate_up.gated(normed, self.spec.act, layer.down.activations)
-        out_TE = layer.down(gated)
-        after = layer.norms.after_mlp
-        return out_TE if after is None else rms_norm(out_TE, after, self.spec.norm_eps)
 
 
 def _normalize_heads_(qk_THD: Tensor, spec: ModelSpec, q_norm: Tensor, k_norm: Tensor) -> None:

@@ -18,6 +18,8 @@ from quant.artifact.scheme import ActivationScheme
 from runtime.kernels.gate import Activation
 from runtime.kernels.linear import (
     PackedWeight,
+    add_linear_,
+    can_add,
     expected_activations,
     gated_linear,
     linear,
@@ -88,6 +90,14 @@ class Linear:
     ) -> Tensor | QuantizedActivations:
         """act(gate) * up of a gate | up linear, quantized by `activations` where the next asks."""
         return gated_linear(x, self.weight, self.bias, act, activations)
+
+    def can_add(self, x: Tensor | QuantizedActivations) -> bool:
+        """Whether the product with `x` can be added to a sum where it is made: `add_`."""
+        return can_add(x, self.weight, self.bias)
+
+    def add_(self, sum_TN: Tensor, x: Tensor) -> None:
+        """sum_TN [T, sum of rows] += the product with `x` [T, in]."""
+        add_linear_(sum_TN, x, self.weight)
 
     def in_float32(self, x: Tensor) -> Tensor:
         """`x` [T, in] -> [T, sum of rows] float32, without a bias."""

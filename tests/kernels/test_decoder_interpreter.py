@@ -9,6 +9,7 @@ import torch
 
 from quant.artifact.layout import QuantizedWeight, min_max_qparams, quantize
 from quant.artifact.scheme import PRESETS, Scheme, with_group_size
+from runtime.kernels.w4a16.tile import Tile
 from runtime.kernels.workspace import KernelOptions, Workspace
 from runtime.model.decoder import Decoder, DecoderLayer, Norms
 from runtime.model.kv_cache import KVCache
@@ -171,3 +172,24 @@ def test_kernels_compute_what_torch_computes(
     assert decoder.has_kernels
     found = logits(decoder, kv_dtype, on_device=True)
     assert float((found - expected).norm() / expected.norm()) < tolerance
+
+
+def test_products_of_many_rows_are_added_to_the_residual(
+    options: KernelOptions, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = with_group_size(PRESETS["w4a16"], 32)
+    expected = logits(make_decoder(scheme, torch.float32, options), "float32", on_device=False)
+    request.getfixturevalue("on_kernels")
+    monkeypatch.setattr("runtime.kernels.w4a16.choose", lambda *_: Tile(kernel="dense"))
+    plain, added = Linear.add_, []
+
+    def add_(self: Linear, sum_TN: torch.Tensor, x: torch.Tensor) -> None:
+        added.append(self)
+        plain(self, sum_TN, x)
+
+    monkeypatch.setattr(Linear, "add_", add_)
+    decoder = make_decoder(scheme, torch.float16, options)
+    found = logits(decoder, "float16", on_device=True)
+    layer = decoder.layers[0]
+    assert [id(it) for it in added] == [id(layer.o), id(layer.down)] * len(STEPS)
+    assert float((found - expected).norm() / expected.norm()) < 3e-3

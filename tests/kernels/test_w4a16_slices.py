@@ -11,6 +11,7 @@ from quant.artifact.layout import dequantize
 from runtime.kernels.gate import gate
 from runtime.kernels.w4a16 import W4A16Weight, pack_w4a16, unpack_w4a16
 from runtime.kernels.w4a16.launch import launch
+from runtime.kernels.w4a16.many import multiply_many
 from runtime.kernels.w4a16.tile import Tile
 from runtime.kernels.workspace import KernelOptions
 
@@ -66,3 +67,14 @@ def test_slices_of_a_linear_make_the_whole(
     expected = torch.nn.functional.linear(x_TK, unpack_w4a16(weight), bias)
     found = launch(x_TK, weight, bias, Tile(kernel="dense"))
     torch.testing.assert_close(found, expected, atol=8e-3, rtol=2e-3)
+
+
+@pytest.mark.usefixtures("slice_rows", "nan_empty")
+def test_slices_are_added_to_what_is_there() -> None:
+    torch.manual_seed(0)
+    weight = packed(208, 192, 64, symmetric=False)
+    x_TK, before = torch.randn(7, 192).half(), torch.randn(7, 208).half()
+    expected = before + torch.nn.functional.linear(x_TK, unpack_w4a16(weight))
+    total = before.clone()
+    multiply_many(x_TK, weight, None, total, adds=True)
+    torch.testing.assert_close(total, expected, atol=8e-3, rtol=2e-3)

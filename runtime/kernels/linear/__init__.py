@@ -51,6 +51,8 @@ from runtime.kernels.w4a16 import (
     can_pack_w4a16,
     pack_w4a16,
     unpack_w4a16,
+    w4a16_add_,
+    w4a16_can_add,
     w4a16_gate_up,
     w4a16_linear,
 )
@@ -59,6 +61,7 @@ from runtime.kernels.w8a8 import (
     can_pack_w8a8,
     pack_w8a8,
     unpack_w8a8,
+    w8a8_gate_up,
     w8a8_linear,
 )
 from runtime.kernels.w8a16 import (
@@ -75,6 +78,8 @@ __all__ = [
     "DynamicWeight",
     "PackedInt4Weight",
     "PackedWeight",
+    "add_linear_",
+    "can_add",
     "expected_activations",
     "gated_linear",
     "linear",
@@ -198,12 +203,29 @@ def gated_linear(
 ) -> Tensor | QuantizedActivations:
     """act(gate) * up, quantized by `activations`, of a weight gate | up: [T, in] -> [T, out / 2].
 
-    Of many rows by a 4-bit weight both are made together.
+    Of many rows by a 4-bit weight, and of few rows of codes, both are made together.
     """
+    if isinstance(weight, W8A8Weight) and bias is None and activations is not None:
+        codes = quantize(x, weight.activations) if isinstance(x, Tensor) else x
+        gated = w8a8_gate_up(codes, weight, act, activations)
+        return gate(w8a8_linear(codes, weight), act, activations) if gated is None else gated
     is_plain = bias is None and activations is None
     if isinstance(weight, W4A16Weight) and isinstance(x, Tensor) and is_plain:
         return w4a16_gate_up(x, weight, act)
     return gate(linear(x, weight, bias), act, activations)
+
+
+def can_add(x: Tensor | QuantizedActivations, weight: PackedWeight, bias: Tensor | None) -> bool:
+    """Whether `add_linear_` serves this product, where that spares reading the sum again."""
+    if not isinstance(weight, W4A16Weight) or not isinstance(x, Tensor) or bias is not None:
+        return False
+    return w4a16_can_add(x, weight)
+
+
+def add_linear_(sum_TN: Tensor, x: Tensor, weight: PackedWeight) -> None:
+    """sum_TN [T, out] += the product with `x` [T, in]; `can_add` must have said yes."""
+    assert isinstance(weight, W4A16Weight)
+    w4a16_add_(sum_TN, x, weight)
 
 
 def linear_in_float32(x: Tensor, weight: PackedWeight) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 from runtime.kernels.backend import target_of, uses_triton
 from runtime.kernels.gate import Activation, gate
 from runtime.kernels.w4a16.launch import launch
+from runtime.kernels.w4a16.many import gated_many, multiply_many
 from runtime.kernels.w4a16.pack import (
     HALF_DTYPES,
     W4A16Weight,
@@ -15,7 +16,6 @@ from runtime.kernels.w4a16.pack import (
     unpack_w4a16,
 )
 from runtime.kernels.w4a16.reference import w4a16_linear_reference
-from runtime.kernels.w4a16.slices import gated_in_slices
 from runtime.kernels.w4a16.tile import Tile, choose, rule
 from runtime.kernels.w4a16.wide import serves
 
@@ -24,6 +24,8 @@ __all__ = [
     "can_pack_w4a16",
     "pack_w4a16",
     "unpack_w4a16",
+    "w4a16_add_",
+    "w4a16_can_add",
     "w4a16_gate_up",
     "w4a16_linear",
 ]
@@ -42,14 +44,25 @@ def w4a16_linear(x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None = None) 
     return launch(x_TK.contiguous(), weight, bias, tile)
 
 
+def w4a16_can_add(x_TK: Tensor, weight: W4A16Weight) -> bool:
+    """Whether `w4a16_add_` serves: for many rows, where it saves reading the sum again."""
+    tile = _tile(x_TK, weight)
+    return tile is not None and tile.kernel == "dense"
+
+
+def w4a16_add_(sum_TN: Tensor, x_TK: Tensor, weight: W4A16Weight) -> None:
+    """sum_TN [T, out] += the product with x_TK [T, in]; `w4a16_can_add` must have said yes."""
+    multiply_many(x_TK.contiguous(), weight, None, sum_TN, adds=True)
+
+
 def w4a16_gate_up(x_TK: Tensor, weight: W4A16Weight, act: Activation) -> Tensor:
     """act(gate) * up of a gate | up weight [2 n, in]: [T, in] -> [T, n]. Of many rows both are made
-    slice by slice; few rows take two kernels, which was quicker than one that gates its tile.
+    together; few rows take two kernels, which was quicker than one that gates its tile.
     """
     tile = _tile(x_TK, weight)
     if tile is None or tile.kernel != "dense":
         return gate(w4a16_linear(x_TK, weight), act)
-    return gated_in_slices(x_TK.contiguous(), weight, act)
+    return gated_many(x_TK.contiguous(), weight, act)
 
 
 def _tile(x_TK: Tensor, weight: W4A16Weight) -> Tile | None:

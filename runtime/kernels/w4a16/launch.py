@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from runtime.kernels.backend import KernelTarget, target_of
+from runtime.kernels.w4a16.many import multiply_many
 from runtime.kernels.w4a16.pack import ROWS, W4A16Weight
-from runtime.kernels.w4a16.slices import linear_in_slices
 from runtime.kernels.w4a16.tile import Tile, num_whole_tiles
 from runtime.kernels.w4a16.wide import launch_wide
 
@@ -20,11 +20,11 @@ def launch(
     With `act` the weight is gate | up and the result [T, out / 2] is act(gate) * up; a tile that
     `can_gate` only.
     """
-    if tile.kernel == "dense":
-        return linear_in_slices(x_TK, weight, bias)
     width = weight.shape[0] if act is None else weight.shape[0] // 2
     out_TN = torch.empty(x_TK.shape[0], width, dtype=x_TK.dtype, device=x_TK.device)
-    if tile.kernel == "gemv":
+    if tile.kernel == "dense":
+        multiply_many(x_TK, weight, bias, out_TN)
+    elif tile.kernel == "gemv":
         _launch_gemv(x_TK, weight, bias, out_TN, tile)
     elif tile.kernel == "few":
         _launch_few(x_TK, weight, bias, out_TN, tile, act)

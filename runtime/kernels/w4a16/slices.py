@@ -46,21 +46,28 @@ def dequantized(weight: W4A16Weight) -> Tensor:
     return matrix
 
 
-def linear_in_slices(x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None) -> Tensor:
-    """[T, in] -> [T, out]. Slices of a weight with wide rows that fit the cache would be too thin
-    to give every multiprocessor a tile: it is dequantized whole."""
+def multiply_in_slices(
+    x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, *, adds: bool = False
+) -> None:
+    """Fill `out` [T, out] from x [T, in], or add to it (then without a bias).
+
+    Slices of a weight with wide rows that fit the cache would be too thin to give every
+    multiprocessor a tile: it is dequantized whole.
+    """
+    assert not adds or bias is None
     out, width = weight.shape
     rows = min(SLICE_ROWS if width <= WIDEST else out, out)
-    buffer, out_TN = _empty(x_TK, rows, width), _empty(x_TK, len(x_TK), out)
+    buffer = _empty(x_TK, rows, width)
     for first in range(0, out, rows):
         matrix = buffer[: out - first]
         columns = slice(first, first + len(matrix))
         _launch(weight, _Slice(matrix=matrix, first=first, turn=len(matrix)))
-        if bias is None:
+        if adds:
+            out_TN[:, columns].addmm_(x_TK, matrix.T)
+        elif bias is None:
             torch.mm(x_TK, matrix.T, out=out_TN[:, columns])
         else:
             torch.addmm(bias[columns], x_TK, matrix.T, out=out_TN[:, columns])
-    return out_TN
 
 
 def gated_in_slices(x_TK: Tensor, weight: W4A16Weight, act: str) -> Tensor:
