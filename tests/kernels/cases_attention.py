@@ -196,7 +196,7 @@ PREFILL_PLAN = CompileCase(
         "num_spans": "i32",
         "num_tiles": "i32",
     },
-    constexprs={"BLOCK_Q": 32, "TILE": 128, "SEARCH_STEPS": 4, "BLOCK": 64},
+    constexprs={"BLOCK_Q": 32, "TILE": 128, "SEARCH_STEPS": 14, "BLOCK": 64},
 )
 
 COMPILE_CASES = [
