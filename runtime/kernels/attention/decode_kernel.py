@@ -56,9 +56,17 @@ def _attend_segment(
     KV: tl.constexpr,
     WINDOWED: tl.constexpr,
     WARPS: tl.constexpr,
+    PDL: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
     ALONE: tl.constexpr = WARPS == 1
+    in_tile_WN = tl.arange(0, WARPS)[:, None] * (TILE // WARPS)
+    in_tile_WN = in_tile_WN + tl.arange(0, TILE // WARPS)[None, :]
+    keys_WN = first_tile * TILE + in_tile_WN
+    blocks_WN = block_ids(table_ptr, keys_WN, seq_len, BLOCK_SIZE)
+    if PDL:
+        # Queries and the last token's keys come from the kernel ahead; nothing up to here does.
+        tl.extra.cuda.gdc_wait()
     rows_M = tl.arange(0, ROWS)
     is_row_11M = (rows_M < GROUP)[None, None, :]
     copies_W11 = tl.zeros([WARPS], tl.int32)[:, None, None]
@@ -75,10 +83,6 @@ def _attend_segment(
         q_odd_WDM = tl.load(q_ptr + q_at_WDM + 1, mask=is_row_11M, other=0.0).to(DTYPE)
         acc_WDM = tl.zeros([WARPS, HEAD_DIM // 2, ROWS], tl.float32)
         odd_WDM = acc_WDM
-    in_tile_WN = tl.arange(0, WARPS)[:, None] * (TILE // WARPS)
-    in_tile_WN = in_tile_WN + tl.arange(0, TILE // WARPS)[None, :]
-    keys_WN = first_tile * TILE + in_tile_WN
-    blocks_WN = block_ids(table_ptr, keys_WN, seq_len, BLOCK_SIZE)
     for _ in range(num_tiles):
         is_stored_WN = keys_WN < seq_len
         is_visible_WN = is_stored_WN
@@ -361,11 +365,6 @@ def decode_kernel(
             tl.where(unit < stop, num_tiles, 0), seq_len, KV_HEADS,
             HEAD_DIM if KV == "plain" else HEAD_DIM // 2, BLOCK_SIZE, TILE, PREFETCH,
         )  # fmt: skip
-    if PDL and not SPLITS:
-        tl.extra.cuda.gdc_wait()
-    _clear_empty_rows(
-        seq_lens_ptr, out_ptr, num_seqs, p, row_len, tl.num_programs(0), GROUP * KV_HEADS, HEAD_DIM
-    )
     while unit < stop:
         if num_tiles > 0:
             low = 0
@@ -376,7 +375,7 @@ def decode_kernel(
                 q_ptr + s.to(tl.int64) * q_stride, pool_ptr, token_scales_ptr,
                 tables_ptr + s.to(tl.int64) * table_stride, head, tile, num_tiles, seq_len, low,
                 qk_scale, DTYPE, GROUP, ROWS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, KV, WINDOWED,
-                WARPS, USE_PTX,
+                WARPS, PDL, USE_PTX,
             )  # fmt: skip
             row = s.to(tl.int64) * KV_HEADS + head
             _deliver(
@@ -394,6 +393,11 @@ def decode_kernel(
                 p, unit, stop, start, seq_len, window, least, num_larger, part, KV_HEADS, TILE,
                 WINDOWED, SPLITS, MIN_TILES,
             )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    _clear_empty_rows(
+        seq_lens_ptr, out_ptr, num_seqs, p, row_len, tl.num_programs(0), GROUP * KV_HEADS, HEAD_DIM
+    )
 
 
 @triton.jit
@@ -409,7 +413,7 @@ def _clear_empty_rows(
 ):
     """Sequences of length 0 are padding of a captured step: their rows become zeros.
 
-    Rows s (whose length is at hand, so that nobody waits for it), s + step, ...
+    Rows s (whose length is at hand), s + step, ...
     """
     d = tl.arange(0, HEAD_DIM)
     while s < num_seqs:
