@@ -21,7 +21,7 @@ from runtime.kernels.gate.reference import gate_reference
 from runtime.kernels.norm import add_rms_norm, rms_norm
 from runtime.kernels.norm.reference import rms_norm_reference
 from runtime.kernels.quantize import QuantizedActivations, quantize
-from runtime.kernels.w8a8 import W8A8Weight, pack_w8a8, w8a8_linear
+from runtime.kernels.w8a8 import W8A8Weight, pack_w8a8, w8a8_gate_up, w8a8_linear
 from runtime.kernels.w8a16 import W8A16Weight, pack_w8a16, unpack_w8a16, w8a16_linear
 from runtime.kernels.workspace import KernelOptions, Workspace
 
@@ -128,6 +128,23 @@ def test_w8a8(
     assert out.dtype == dtype
     assert error(out, w8a8_expected(a, weight, bias)) < TOLERANCE
     assert torch.equal(out, w8a8_linear(a, weight, bias))
+
+
+@pytest.mark.parametrize("name", ["w8a8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 2, 17, 64, 128, 200])
+@pytest.mark.parametrize("shape", [(28672, 4096), (3072, 576)])
+def test_gate_up_has_the_bits_of_its_parts(
+    shape: tuple[int, int], rows: int, name: str, options: KernelOptions
+) -> None:
+    weight = random_w8a8(shape, name, options)
+    x = torch.randn(rows, shape[1], device="cuda").bfloat16() * 0.1
+    a = quantize(x, weight.activations)
+    found = w8a8_gate_up(a, weight, "silu", weight.activations)
+    if found is None:
+        pytest.skip("this tile leaves the activation to a kernel of its own")
+    expected = gate(w8a8_linear(a, weight), "silu", weight.activations)
+    assert torch.equal(found.scale_T, expected.scale_T)
+    assert torch.equal(found.codes_TK.view(torch.uint8), expected.codes_TK.view(torch.uint8))
 
 
 @SLOW

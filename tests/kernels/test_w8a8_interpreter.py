@@ -6,6 +6,7 @@ e4m3 does not exist in the interpreter; `tests/gpu` has it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,18 @@ from quant.artifact.layout import QuantizedWeight
 from quant.artifact.scheme import preset
 from runtime.kernels.backend import INTERPRETER, KernelTarget
 from runtime.kernels.dense.product import Product, Tile
+from runtime.kernels.gate import Activation
 from runtime.kernels.quantize import quantize
-from runtime.kernels.w8a8 import can_pack_w8a8, choose_tile, int_mm, pack_w8a8, unpack_w8a8
+from runtime.kernels.w8a8 import (
+    can_gate,
+    can_pack_w8a8,
+    choose_tile,
+    int_mm,
+    pack_w8a8,
+    product_of,
+    unpack_w8a8,
+    w8a8_gate_up,
+)
 from runtime.kernels.w8a8.reference import w8a8_reference
 from runtime.kernels.workspace import KernelOptions, Workspace
 
@@ -38,13 +49,15 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def quantized_weight(channels: int, width: int, scheme: str = "w8a8") -> QuantizedWeight:
+def quantized_weight(
+    channels: int, width: int, scheme: str = "w8a8", size: float = 1.0
+) -> QuantizedWeight:
     chosen = preset(scheme)
     codes = torch.randint(-128, 128, (channels, width), dtype=torch.int8)
     return QuantizedWeight(
         scheme=chosen,
         codes=codes if scheme == "w8a8" else codes.to(torch.float8_e4m3fn),
-        scale=torch.rand(channels, 1) + 0.1,
+        scale=size * (torch.rand(channels, 1) + 0.1),
     )
 
 
@@ -100,6 +113,52 @@ def test_extreme_codes_do_not_saturate() -> None:
     )
     for tile in KERNELS.values():
         assert launch(asked, tile, INTERPRETER).tolist() == [[256.0 * 128 * 128] * 4]
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 208), (2, 64), (21, 208)])
+def test_gate_up_has_the_bits_of_its_parts(act: Activation, rows: int, width: int) -> None:
+    from runtime.kernels.gate.kernel import launch_gate
+    from runtime.kernels.w8a8.launch import launch, launch_gate_up
+
+    weight = quantized_weight(4096 + 64, width, size=1e-3)
+    options = KernelOptions(workspace=Workspace("cpu"))
+    packed = pack_w8a8(weight, torch.float16, torch.device("cpu"), options)
+    a = quantize(torch.randn(rows, width).half(), packed.activations)
+    asked = product_of(a, packed)
+    tile = Tile(kernel="gemm", block_n=64, block_m=16, block_k=64)
+    tile = KERNELS["gemv"] if rows == 1 else tile
+    assert can_gate(tile, asked.shape)
+
+    shape = (rows, (4096 + 64) // 2)
+    codes, scale = torch.empty(shape, dtype=torch.int8), torch.empty(rows)
+    launch_gate_up(asked, act, tile, codes, scale, INTERPRETER)
+    expected_codes, expected_scale = torch.empty_like(codes), torch.empty_like(scale)
+    gate_up = launch(asked, tile, INTERPRETER)
+    launch_gate(gate_up, act, expected_codes, expected_scale, INTERPRETER)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(codes, expected_codes)
+
+
+def test_a_token_that_is_no_number_has_no_finite_scale() -> None:
+    packed = pack_w8a8(
+        quantized_weight(128, 64, size=1e-3), torch.float16, torch.device("cpu"), KernelOptions()
+    )
+    x = torch.randn(3, 64).half()
+    x[1, 5] = torch.nan
+    gated = w8a8_gate_up(quantize(x, packed.activations), packed, "silu", packed.activations)
+    assert gated is not None
+    assert gated.scale_T.isfinite().tolist() == [True, False, True]
+
+
+def test_what_can_gate() -> None:
+    tile = Tile(kernel="gemm", block_n=64, block_m=16, block_k=64)
+    assert can_gate(tile, (8, 256, 64))
+    assert not can_gate(tile, (8, 224, 64))
+    assert not can_gate(replace(tile, splits=2), (8, 256, 64))
+    assert not can_gate(replace(tile, kernel="tma"), (8, 256, 64))
+    assert can_gate(KERNELS["gemv"], (1, 30, 64))
+    assert not can_gate(KERNELS["gemv"], (1, 31, 64))
 
 
 def test_what_is_packed_is_the_weight() -> None:

@@ -50,24 +50,24 @@ def sum_splits(acc, partials_ptr, counters_ptr, tile, split, SPLITS: tl.constexp
 
 
 @triton.jit
-def finish(
-    acc,
-    n,
-    m,
-    N,
-    M,
-    out_ptr,
-    row_scale_ptr,
-    channel_scale_ptr,
-    bias_ptr,
-):
-    """Scale, add the bias and store a tile of sums; `n` and `m` broadcast to its shape. What is
-    None is left out."""
+def load_scale(ptr, at, limit):
+    """Scales as float32, None where there are none. Asked for before a product, or each of its
+    programs ends with the time that memory takes to answer."""
+    scale = None
+    if ptr is not None:
+        scale = tl.load(ptr + at, mask=at < limit, other=0.0).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def finish(acc, n, m, N, M, out_ptr, row_scale, channel_scale, bias_ptr):
+    """Scale, add the bias and store a tile of sums; `n`, `m` and the scales broadcast to its shape.
+    What is None is left out."""
     y = acc.to(tl.float32)
-    if row_scale_ptr is not None:
-        y = y * tl.load(row_scale_ptr + m, mask=m < M, other=0.0)
-    if channel_scale_ptr is not None:
-        y = y * tl.load(channel_scale_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    if row_scale is not None:
+        y = y * row_scale
+    if channel_scale is not None:
+        y = y * channel_scale
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     at = out_ptr + m.to(tl.int64) * N + n
@@ -96,8 +96,11 @@ def gemv(
     k = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     w = tl.load(w_ptrs, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    channel_scale = load_scale(channel_scale_ptr, n, N)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    m = tl.zeros([BLOCK_N], dtype=tl.int32)
+    row_scale = load_scale(row_scale_ptr, m, 1)
     acc = tl.zeros([BLOCK_N], dtype=tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=1):
         x = tl.load(x_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)
@@ -108,8 +111,31 @@ def gemv(
         )
         acc += tl.sum(w.to(tl.float32) * x[None, :], axis=1)
         w = w_next
-    m = tl.zeros([BLOCK_N], dtype=tl.int32)
-    finish(acc, n, m, N, 1, out_ptr, row_scale_ptr, channel_scale_ptr, bias_ptr)
+    finish(acc, n, m, N, 1, out_ptr, row_scale, channel_scale, bias_ptr)
+
+
+@triton.jit
+def sum_products(w_ptrs, x_ptrs, first, end, K, EXACT_EVERY: tl.constexpr, EVEN_K: tl.constexpr):
+    """W x^T over columns [first, end) of K, of which `w_ptrs` [n, k] and `x_ptrs` [k, m] are the
+    first BLOCK_K; int32 for int8, else float32."""
+    BLOCK_K: tl.constexpr = w_ptrs.shape[1]
+    IS_INT: tl.constexpr = w_ptrs.dtype.element_ty == tl.int8
+    ACC: tl.constexpr = tl.int32 if IS_INT else tl.float32
+    acc = tl.zeros([w_ptrs.shape[0], x_ptrs.shape[1]], dtype=ACC)
+    for start in range(first, end, BLOCK_K):
+        if EVEN_K:
+            w = tl.load(w_ptrs)
+            x = tl.load(x_ptrs)
+        else:
+            is_there = tl.arange(0, BLOCK_K) < K - start
+            w = tl.load(w_ptrs, mask=is_there[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=is_there[:, None], other=0.0)
+        acc = tl.dot(
+            w, x, acc, out_dtype=ACC, max_num_imprecise_acc=EXACT_EVERY, input_precision="ieee"
+        )
+        w_ptrs += BLOCK_K
+        x_ptrs += BLOCK_K
+    return acc
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -155,56 +181,23 @@ def gemm(
     k = split * split_k + tl.arange(0, BLOCK_K)
     end = tl.minimum(K, (split + 1) * split_k)
     w_rows = w_ptr + tl.minimum(n, N - 1).to(tl.int64) * K
+    channel_scale = load_scale(channel_scale_ptr, n[:, None], N)
     if PDL:
         if PREFETCH > 0:
             item_bytes: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
             size = tl.minimum((end - split * split_k) * item_bytes, PREFETCH)
             prefetch_rows(w_rows + split * split_k, size)
         tl.extra.cuda.gdc_wait()
+    row_scale = load_scale(row_scale_ptr, m[None, :], M)
     w_ptrs = w_rows[:, None] + k[None, :]
     x_ptrs = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[None, :] * K + k[:, None]
-    IS_INT: tl.constexpr = w_ptr.dtype.element_ty == tl.int8
-    ACC: tl.constexpr = tl.int32 if IS_INT else tl.float32
-    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=ACC)
-    for start in range(split * split_k, end, BLOCK_K):
-        if EVEN_K:
-            w = tl.load(w_ptrs)
-            x = tl.load(x_ptrs)
-        else:
-            is_there = tl.arange(0, BLOCK_K) < K - start
-            w = tl.load(w_ptrs, mask=is_there[None, :], other=0.0)
-            x = tl.load(x_ptrs, mask=is_there[:, None], other=0.0)
-        acc = tl.dot(
-            w, x, acc, out_dtype=ACC, max_num_imprecise_acc=EXACT_EVERY, input_precision="ieee"
-        )
-        w_ptrs += BLOCK_K
-        x_ptrs += BLOCK_K
+    acc = sum_products(w_ptrs, x_ptrs, split * split_k, end, K, EXACT_EVERY, EVEN_K)
     if SPLITS == 1:
-        finish(
-            acc,
-            n[:, None],
-            m[None, :],
-            N,
-            M,
-            out_ptr,
-            row_scale_ptr,
-            channel_scale_ptr,
-            bias_ptr,
-        )
+        finish(acc, n[:, None], m[None, :], N, M, out_ptr, row_scale, channel_scale, bias_ptr)
     else:
         total, is_last = sum_splits(acc, partials_ptr, counters_ptr, tile, split, SPLITS)
         if is_last:
-            finish(
-                total,
-                n[:, None],
-                m[None, :],
-                N,
-                M,
-                out_ptr,
-                row_scale_ptr,
-                channel_scale_ptr,
-                bias_ptr,
-            )
+            finish(total, n[:, None], m[None, :], N, M, out_ptr, row_scale, channel_scale, bias_ptr)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -260,6 +253,14 @@ def gemm_tma(
         within = tile % (GROUP_M * num_n)
         first_m = (group * GROUP_M + within % rows) * BLOCK_M
         first_n = (within // rows) * BLOCK_N
+        m = first_m + tl.arange(0, BLOCK_M)
+        n = first_n + tl.arange(0, BLOCK_N)
+        if IS_SWAPPED:
+            m, n = m[None, :], n[:, None]
+        else:
+            m, n = m[:, None], n[None, :]
+        row_scale = load_scale(row_scale_ptr, m, M)
+        channel_scale = load_scale(channel_scale_ptr, n, N)
         if IS_SWAPPED:
             acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=ACC)
         else:
@@ -271,15 +272,9 @@ def gemm_tma(
                 acc = tl.dot(w, x.T, acc, out_dtype=ACC, max_num_imprecise_acc=EXACT_EVERY)
             else:
                 acc = tl.dot(x, w.T, acc, out_dtype=ACC, max_num_imprecise_acc=EXACT_EVERY)
-        m = first_m + tl.arange(0, BLOCK_M)
-        n = first_n + tl.arange(0, BLOCK_N)
-        if IS_SWAPPED:
-            m, n = m[None, :], n[:, None]
-        else:
-            m, n = m[:, None], n[None, :]
         if SPLITS == 1:
-            finish(acc, n, m, N, M, out_ptr, row_scale_ptr, channel_scale_ptr, bias_ptr)
+            finish(acc, n, m, N, M, out_ptr, row_scale, channel_scale, bias_ptr)
         else:
             total, is_last = sum_splits(acc, partials_ptr, counters_ptr, tile, split, SPLITS)
             if is_last:
-                finish(total, n, m, N, M, out_ptr, row_scale_ptr, channel_scale_ptr, bias_ptr)
+                finish(total, n, m, N, M, out_ptr, row_scale, channel_scale, bias_ptr)

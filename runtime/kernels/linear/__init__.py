@@ -61,6 +61,7 @@ from runtime.kernels.w8a8 import (
     can_pack_w8a8,
     pack_w8a8,
     unpack_w8a8,
+    w8a8_gate_up,
     w8a8_linear,
 )
 from runtime.kernels.w8a16 import (
@@ -202,8 +203,12 @@ def gated_linear(
 ) -> Tensor | QuantizedActivations:
     """act(gate) * up, quantized by `activations`, of a weight gate | up: [T, in] -> [T, out / 2].
 
-    Of many rows by a 4-bit weight both are made together.
+    Of many rows by a 4-bit weight, and of few rows of codes, both are made together.
     """
+    if isinstance(weight, W8A8Weight) and bias is None and activations is not None:
+        codes = quantize(x, weight.activations) if isinstance(x, Tensor) else x
+        gated = w8a8_gate_up(codes, weight, act, activations)
+        return gate(w8a8_linear(codes, weight), act, activations) if gated is None else gated
     is_plain = bias is None and activations is None
     if isinstance(weight, W4A16Weight) and isinstance(x, Tensor) and is_plain:
         return w4a16_gate_up(x, weight, act)

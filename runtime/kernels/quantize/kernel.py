@@ -9,6 +9,16 @@ from torch import Tensor
 
 from runtime.kernels.backend import KernelTarget
 
+PIECE = 2048
+
+
+@triton.jit
+def scale_of(absmax, IS_FLOAT: tl.constexpr):
+    """absmax / 448 (e4m3) or / 127.5 (int8), epsilon for zero."""
+    limit = 448.0 if IS_FLOAT else 127.5
+    scale = tl.div_rn(absmax, limit)
+    return tl.where(scale == 0, 1.1920928955078125e-07, scale)
+
 
 @triton.jit
 def row_scale(x, IS_FLOAT: tl.constexpr):
@@ -17,9 +27,7 @@ def row_scale(x, IS_FLOAT: tl.constexpr):
     The maximum is taken over the bits: they order as the magnitudes do, and a NaN comes out on top.
     """
     absmax = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
-    limit = 448.0 if IS_FLOAT else 127.5
-    scale = tl.div_rn(absmax, limit)
-    return tl.where(scale == 0, 1.1920928955078125e-07, scale)
+    return scale_of(absmax, IS_FLOAT)
 
 
 @triton.jit
@@ -83,6 +91,43 @@ def quantize_kernel(
     tl.store(scale_ptr + row, scale)
 
 
+@triton.jit
+def quantize_pieces_kernel(
+    x_ptr,
+    maxima_ptr,
+    codes_ptr,
+    scale_ptr,
+    width,
+    num_maxima,
+    BLOCK: tl.constexpr,
+    MAXIMA: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    USE_FMA: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A piece of a row whose parts' largest magnitudes are known: maxima [T, num_maxima], bits, or
+    where there are none the row itself."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    x = tl.load(x_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
+    part = tl.arange(0, MAXIMA)
+    is_part = part < num_maxima
+    if maxima_ptr is None:
+        scale = row_scale(
+            tl.load(x_ptr + row * width + part, mask=is_part, other=0.0).to(tl.float32), IS_FLOAT
+        )
+    else:
+        maxima = tl.load(maxima_ptr + row * num_maxima + part, mask=is_part, other=0)
+        scale = scale_of(tl.max(maxima, axis=0).to(tl.float32, bitcast=True), IS_FLOAT)
+    tl.store(codes_ptr + row * width + columns, row_codes(x, scale, IS_FLOAT, USE_FMA), mask=mask)
+    if tl.program_id(1) == 0:
+        tl.store(scale_ptr + row, scale)
+
+
 def row_warps(block: int, per_thread: int = 8) -> int:
     """Warps for a program that holds `block` values, `per_thread` of them in a thread if it can."""
     return max(1, min(32, block // (32 * per_thread)))
@@ -104,6 +149,31 @@ def launch_quantize(x_TK: Tensor, codes_TK: Tensor, scale_T: Tensor, target: Ker
         USE_FMA=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=row_warps(block, per_thread=16),
+        **launch_options(target),
+    )
+
+
+def launch_quantize_pieces(
+    x_TK: Tensor, maxima_TP: Tensor | None, codes_TK: Tensor, scale_T: Tensor, target: KernelTarget
+) -> None:
+    """Fill `codes` and `scale` from `x` [T, in] and the largest magnitudes of its parts [T, P], as
+    the bits of float32 in int32. Several programs share a row, and only without `maxima` does each
+    look at all of it."""
+    num_rows, width = x_TK.shape
+    num_maxima = width if maxima_TP is None else maxima_TP.shape[1]
+    quantize_pieces_kernel[(num_rows, triton.cdiv(width, PIECE))](
+        x_TK,
+        maxima_TP,
+        codes_TK,
+        scale_T,
+        width,
+        num_maxima,
+        BLOCK=PIECE,
+        MAXIMA=triton.next_power_of_2(num_maxima),
+        IS_FLOAT=codes_TK.dtype != torch.int8,
+        USE_FMA=target.has_ptx,
+        PDL=target.has_pdl,
+        num_warps=4 if maxima_TP is not None else row_warps(triton.next_power_of_2(width)),
         **launch_options(target),
     )
 

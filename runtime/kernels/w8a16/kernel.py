@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from runtime.kernels.dense.kernel import finish, prefetch_rows, sum_splits
+from runtime.kernels.dense.kernel import finish, load_scale, prefetch_rows, sum_splits
 
 
 @triton.constexpr_function
@@ -91,6 +91,7 @@ def gemv_w8a16(
     k = (i // HALF) * BLOCK + i % HALF
     w_ptrs = w_ptr + rows[:, None] * num_words + i[None, :]
     words = tl.load(w_ptrs, mask=(i < num_words)[None, :], other=0, eviction_policy="evict_first")
+    channel_scale = load_scale(scale_ptr if GROUP == 0 else None, n, N)
     if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N], dtype=tl.float32)
@@ -125,7 +126,7 @@ def gemv_w8a16(
                 acc += tl.sum(sums, axis=1)
         words = words_next
     m = tl.zeros([BLOCK_N], dtype=tl.int32)
-    finish(acc, n, m, N, 1, out_ptr, None, scale_ptr if GROUP == 0 else None, bias_ptr)
+    finish(acc, n, m, N, 1, out_ptr, None, channel_scale, bias_ptr)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -175,6 +176,7 @@ def gemm_w8a16(
     end = tl.minimum(K, first + split_k)
     rows = tl.minimum(n, N - 1).to(tl.int64)
     w_rows = w_ptr + rows * (K // 2) + first // 2
+    channel_scale = load_scale(scale_ptr if GROUP == 0 else None, n[:, None], N)
     if PDL:
         if PREFETCH > 0:
             prefetch_rows(w_rows, tl.minimum(end - first, PREFETCH))
@@ -216,13 +218,12 @@ def gemm_w8a16(
             low = low_next
         w_ptrs += HALF
         x_ptrs += BLOCK
-    channel_scale_ptr = scale_ptr if GROUP == 0 else None
     if SPLITS == 1:
-        finish(acc, n[:, None], m[None, :], N, M, out_ptr, None, channel_scale_ptr, bias_ptr)
+        finish(acc, n[:, None], m[None, :], N, M, out_ptr, None, channel_scale, bias_ptr)
     else:
         total, is_last = sum_splits(acc, partials_ptr, counters_ptr, tile, split, SPLITS)
         if is_last:
-            finish(total, n[:, None], m[None, :], N, M, out_ptr, None, channel_scale_ptr, bias_ptr)
+            finish(total, n[:, None], m[None, :], N, M, out_ptr, None, channel_scale, bias_ptr)
 
 
 @triton.jit

@@ -23,10 +23,11 @@ from runtime.kernels.dense.choose import (
     small_tile,
 )
 from runtime.kernels.dense.product import Product, Tile
-from runtime.kernels.quantize import QuantizedActivations
+from runtime.kernels.gate import Activation
+from runtime.kernels.quantize import QuantizedActivations, code_dtype
 from runtime.kernels.workspace import KernelOptions
 
-__all__ = ["W8A8Weight", "can_pack_w8a8", "pack_w8a8", "unpack_w8a8", "w8a8_linear"]
+__all__ = ["W8A8Weight", "can_pack_w8a8", "pack_w8a8", "unpack_w8a8", "w8a8_gate_up", "w8a8_linear"]
 
 MANY_ROWS = 512
 FEW_ROWS_FP8 = 128
@@ -90,7 +91,55 @@ def w8a8_linear(
 ) -> Tensor:
     """[T, in] codes -> [T, out] in the compute type."""
     target = target_of(a.codes_TK.device)
-    product = Product(
+    product = product_of(a, weight, bias_N)
+    tile = choose_tile(product, target)
+    if tile.kernel == "torch":
+        return scaled_mm(product) if weight.codes_NK.dtype == FP8 else int_mm(product)
+    from runtime.kernels.w8a8.launch import launch
+
+    return launch(product, tile, target)
+
+
+def w8a8_gate_up(
+    a: QuantizedActivations, weight: W8A8Weight, act: Activation, activations: ActivationScheme
+) -> QuantizedActivations | None:
+    """act(gate) * up of a weight gate | up [2 n, in], quantized: [T, in] -> [T, n].
+
+    Bit for bit what the product, `gate` and `quantize` give one after another. None where no tile
+    does that.
+    """
+    target = target_of(a.codes_TK.device)
+    product = product_of(a, weight)
+    tile = choose_tile(product, target)
+    if not can_gate(tile, product.shape):
+        return None
+    from runtime.kernels.w8a8.launch import launch_gate_up
+
+    shape = (len(a.codes_TK), weight.codes_NK.shape[0] // 2)
+    codes_TN = a.codes_TK.new_empty(shape, dtype=code_dtype(activations))
+    scale_T = a.scale_T.new_empty(shape[0])
+    launch_gate_up(product, act, tile, codes_TN, scale_T, target)
+    return QuantizedActivations(codes_TK=codes_TN, scale_T=scale_T, dtype=a.dtype)
+
+
+def can_gate(tile: Tile, shape: tuple[int, int, int]) -> bool:
+    """The tile holds whole sums, and as many channels of gate as of up."""
+    num_rows, num_channels, _ = shape
+    if tile.kernel == "gemv":
+        return num_rows == 1 and num_channels % 2 == 0
+    return (
+        tile.kernel == "gemm"
+        and tile.splits == 1
+        and 0 < num_rows <= MANY_ROWS
+        and tile.block_n % 16 == 0
+        and num_channels % tile.block_n == 0
+    )
+
+
+def product_of(
+    a: QuantizedActivations, weight: W8A8Weight, bias_N: Tensor | None = None
+) -> Product:
+    return Product(
         x_MK=a.codes_TK,
         w_NK=weight.codes_NK,
         dtype=a.dtype,
@@ -99,12 +148,6 @@ def w8a8_linear(
         channel_scale_N=weight.scale_N,
         bias_N=bias_N,
     )
-    tile = choose_tile(product, target)
-    if tile.kernel == "torch":
-        return scaled_mm(product) if weight.codes_NK.dtype == FP8 else int_mm(product)
-    from runtime.kernels.w8a8.launch import launch
-
-    return launch(product, tile, target)
 
 
 def choose_tile(product: Product, target: KernelTarget) -> Tile:
