@@ -19,10 +19,14 @@ def descriptor(kind: str, block: list[int], swizzle: int) -> str:
 
 def wide(
     name: str, *, block_m: int = 128, block_n: int = 256, stages: int = 4, half: str = "bf16",
-    groups: int = 1, asymmetric: bool = False, has_bias: bool = False, max_spill_bytes: int = 0,
+    groups: int = 1, parts: int = 4, act: int = 1, asymmetric: bool = False, has_bias: bool = False,
+    max_spill_bytes: int = 0,
 ) -> CompileCase:  # fmt: skip
-    sixteens = block_n // 16
-    constants: dict[str, Any] = {"PER_BLOCK": groups, "STAGES": stages, "PDL": True}
+    sixteens = (block_n if act == 1 else 64) // 16
+    constants: dict[str, Any] = {
+        "BLOCK_N": block_n, "PER_BLOCK": groups, "MAX_PARTS": parts, "ACT": act,
+        "STAGES": stages, "PDL": True,
+    }  # fmt: skip
     constants |= {} if has_bias else {"bias_ptr": None}
     constants |= {} if asymmetric else {"zero_desc": None}
     types = {
@@ -34,7 +38,10 @@ def wide(
         "out_ptr": f"*{half}",
         "partials_ptr": "*fp32",
         "counters_ptr": "*i32",
-        **dict.fromkeys(("M", "N", "num_kb", "num_groups", "num_m_tiles", "num_tiles"), "i32"),
+        **dict.fromkeys(
+            ("M", "N", "num_kb", "num_groups", "num_m_tiles", "num_tiles", "num_sharers", "up"),
+            "i32",
+        ),
     }
     return CompileCase(
         name=name,
@@ -49,7 +56,12 @@ def wide(
 
 
 COMPILE_CASES = [
-    wide("m128-n256-g128"),
+    # What spills lies outside of the loop over K.
+    wide("m128-n256-g128", max_spill_bytes=128),
+    wide("m256-n128-g128-whole", block_m=256, block_n=128, stages=3, parts=1, max_spill_bytes=128),
+    wide("m32-n256-g128", block_m=32, stages=6, parts=8, max_spill_bytes=128),
+    wide("m128-n256-g128-silu", act=2, max_spill_bytes=128),
+    wide("m64-n256-g64-gelu-tanh", act=8, block_m=64, groups=2, parts=1, max_spill_bytes=128),
     # The warp that copies has 24 registers and eight addresses of scales and zero points.
     wide(
         "m128-n256-g32-asym",
@@ -57,7 +69,7 @@ COMPILE_CASES = [
         groups=4,
         asymmetric=True,
         has_bias=True,
-        max_spill_bytes=64,
+        max_spill_bytes=128,
     ),  # fmt: skip
     wide(
         "m128-n128-g64-asym", block_n=128, stages=5, groups=2, asymmetric=True, max_spill_bytes=32

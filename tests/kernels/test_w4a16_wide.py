@@ -18,7 +18,7 @@ from quant.artifact.layout import QuantizedWeight
 from quant.artifact.scheme import preset, with_group_size
 from runtime.kernels.backend import KernelTarget
 from runtime.kernels.w4a16 import pack_w4a16
-from runtime.kernels.w4a16.tile import choose, num_programs, scratch_of
+from runtime.kernels.w4a16.tile import choose, scratch_of, share_out
 from runtime.kernels.w4a16.wide import serves
 from runtime.kernels.workspace import KernelOptions
 
@@ -46,15 +46,17 @@ def test_programs_share_out_all_work(
 ) -> None:
     """Every K-block of every tile is one program's; a tile's parts lie where they are looked for,
     by every program that has one."""
-    programs = num_programs(num_tiles, num_kb, num_sms)
+    shares = share_out(num_tiles, num_kb, num_sms)
+    programs, sharers_of_all = shares.programs, shares.sharers
+    assert programs <= num_sms
     num_whole = num_tiles // programs
     num_shared = (num_tiles - num_whole * programs) * num_kb
     done: Counter[tuple[int, int]] = Counter()
     parts: dict[int, set[int]] = {}
     slots: dict[int, int] = {}
     for program in range(programs):
-        begin = kernel._share_begin.fn(program, programs, num_shared)
-        end = kernel._share_begin.fn(program + 1, programs, num_shared)
+        begin = kernel._share_begin.fn(program, sharers_of_all, num_shared)
+        end = kernel._share_begin.fn(program + 1, sharers_of_all, num_shared)
         units = [
             kernel._locate.fn(i, program, programs, num_kb, num_whole, begin)
             for i in range(num_whole * num_kb + end - begin)
@@ -70,9 +72,10 @@ def test_programs_share_out_all_work(
     assert len(done) == num_tiles * num_kb
     assert set(done.values()) == {1}
     for tile, sharers in parts.items():
-        first = kernel._sharer_of.fn(tile * num_kb, programs, num_shared)
-        last = kernel._sharer_of.fn(tile * num_kb + num_kb - 1, programs, num_shared)
+        first = kernel._sharer_of.fn(tile * num_kb, sharers_of_all, num_shared)
+        last = kernel._sharer_of.fn(tile * num_kb + num_kb - 1, sharers_of_all, num_shared)
         assert sharers == set(range(first, last + 1))
+        assert 1 < len(sharers) <= shares.max_parts
         assert [slots[2 * first + 1], *(slots[2 * p] for p in range(first + 1, last + 1))] == (
             [tile] * len(sharers)
         )
@@ -106,6 +109,6 @@ def test_scratch_covers_every_number_of_rows(rows: int, shape: tuple[int, int]) 
     sums, counters = scratch_of(shape, 128, H200, False)
     tile = choose(rows, shape, 128, H200)
     if tile.kernel == "wide":
-        programs = num_programs(10_000, shape[1] // 128, H200.num_sms)
+        programs = H200.num_sms
         assert 2 * programs * tile.block_m * tile.block_n <= sums
         assert 2 * programs <= counters

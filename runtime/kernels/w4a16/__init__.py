@@ -17,7 +17,7 @@ from runtime.kernels.w4a16.pack import (
 )
 from runtime.kernels.w4a16.reference import w4a16_linear_reference
 from runtime.kernels.w4a16.tile import Tile, choose, rule
-from runtime.kernels.w4a16.wide import serves
+from runtime.kernels.w4a16.wide import gates, serves
 
 __all__ = [
     "W4A16Weight",
@@ -57,9 +57,12 @@ def w4a16_add_(sum_TN: Tensor, x_TK: Tensor, weight: W4A16Weight) -> None:
 
 def w4a16_gate_up(x_TK: Tensor, weight: W4A16Weight, act: Activation) -> Tensor:
     """act(gate) * up of a gate | up weight [2 n, in]: [T, in] -> [T, n]. Of many rows both are made
-    together; few rows take two kernels, which was quicker than one that gates its tile.
+    together, and where the tile can; few rows take two kernels, which was quicker than one that
+    gates its tile. The bits are those of two kernels, but for many rows.
     """
     tile = _tile(x_TK, weight)
+    if tile is not None and gates(weight, tile):
+        return launch(x_TK.contiguous(), weight, None, tile, act)
     if tile is None or tile.kernel != "dense":
         return gate(w4a16_linear(x_TK, weight), act)
     return gated_many(x_TK.contiguous(), weight, act)

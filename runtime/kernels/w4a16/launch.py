@@ -31,7 +31,7 @@ def launch(
     elif tile.kernel == "warp":
         _launch_warp(x_TK, weight, bias, out_TN, tile, act)
     elif tile.kernel == "wide":
-        launch_wide(x_TK, weight, bias, out_TN, tile)
+        launch_wide(x_TK, weight, bias, out_TN, tile, act)
     else:
         _launch_tile(x_TK, weight, bias, out_TN, tile, act)
     return out_TN

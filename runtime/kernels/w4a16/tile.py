@@ -117,12 +117,37 @@ def num_whole_tiles(num_tiles: int, num_sms: int, tile: Tile) -> int:
     return num_tiles // num_sms * num_sms if tile.split_tail else 0
 
 
-def num_programs(num_tiles: int, num_blocks: int, num_sms: int) -> int:
-    """Programs of "wide": as many for each tile where there are fewer tiles than multiprocessors.
-    A share keeps at least four K-blocks: it costs a round trip of float32 sums."""
-    if num_tiles >= num_sms:
-        return num_sms
-    return num_tiles * max(1, min(num_sms // num_tiles, num_blocks // 4))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """How the programs of "wide" share out tiles.
+
+    programs: each has as many whole tiles as the others.
+    sharers: so many of them share the K-blocks of the tiles left over evenly.
+    max_parts: no tile has more sharers; a power of two.
+    """
+
+    programs: int
+    sharers: int
+    max_parts: int
+
+
+@lru_cache(maxsize=1 << 12)
+def share_out(num_tiles: int, num_blocks: int, num_sms: int) -> Shares:
+    """Tiles that do not fill the multiprocessors are shared, each by as many programs as the
+    others where that is possible: then a part is a run of K-blocks of one tile. A share keeps at
+    least four K-blocks, since it costs a round trip of float32 sums."""
+    left, whole = num_tiles % num_sms, num_tiles // num_sms
+    each = min(num_sms // left, num_blocks // 4, 8) if left else 1
+    if each == 1 and 2 * left > num_sms and left * num_blocks >= 4 * num_sms and whole:
+        # A share is longer than half of K, and so a tile in three of them at most.
+        return Shares(programs=num_sms, sharers=num_sms, max_parts=4)
+    each = max(1, each)
+    programs = num_sms if whole else left * each
+    return Shares(programs=programs, sharers=max(1, left * each), max_parts=_power(each))
+
+
+def _power(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 def scratch_of(

@@ -8,7 +8,11 @@ from torch import Tensor
 
 from runtime.kernels.backend import target_of
 from runtime.kernels.w4a16.pack import ROWS, W4A16Weight
-from runtime.kernels.w4a16.tile import WIDE_BLOCK_K, Tile, num_programs
+from runtime.kernels.w4a16.tile import WIDE_BLOCK_K, Tile, share_out
+
+PIECE_ROWS, PIECES = 64, 4
+"""Rows of gate and of up that lie together in a tile, by turns, and how often they do."""
+_KINDS: dict[str | None, int] = {None: 1, "silu": 2, "gelu": 4, "gelu_tanh": 8}
 
 
 def serves(weight: W4A16Weight) -> bool:
@@ -17,9 +21,24 @@ def serves(weight: W4A16Weight) -> bool:
     return weight.block_k == WIDE_BLOCK_K and weight.scale.dtype == weight.dtype
 
 
+def gates(weight: W4A16Weight, tile: Tile) -> bool:
+    """Whether the kernel can make act(gate) * up of this weight gate | up with `tile`, each of
+    whose warpgroups takes as many rows of either. Pieces of zero points would be too short."""
+    half, rest = divmod(weight.shape[0], 2)
+    return (
+        tile.kernel == "wide"
+        and tile.block_n == PIECES * PIECE_ROWS
+        and rest == 0
+        and half % (tile.block_n // 2) == 0
+        and weight.zero_point is None
+    )
+
+
 def launch_wide(
-    x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, tile: Tile
-) -> None:
+    x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, tile: Tile,
+    act: str | None = None,
+) -> None:  # fmt: skip
+    """Fill `out` [T, out] or, with an `act` that `gates`, [T, out / 2]."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -32,23 +51,30 @@ def launch_wide(
         return TensorDescriptor(values, list(values.shape), strides, block, layout)
 
     assert serves(weight)
+    assert act is None or (bias is None and gates(weight, tile))
     num_rows, target = x_TK.shape[0], target_of(x_TK.device)
-    out, num_kb, sixteens = weight.shape[0], weight.num_blocks, tile.block_n // ROWS
+    out, num_kb = weight.shape[0], weight.num_blocks
+    sixteens = (tile.block_n if act is None else PIECE_ROWS) // ROWS
     codes = weight.codes.view(weight.codes.shape[0], num_kb * ROWS, WIDE_BLOCK_K // 4)
     m_tiles, n_tiles = -(-num_rows // tile.block_m), -(-out // tile.block_n)
-    programs = num_programs(m_tiles * n_tiles, num_kb, target.num_sms)
+    shares = share_out(m_tiles * n_tiles, num_kb, target.num_sms)
     column, zero_point = [sixteens, 1, ROWS], weight.zero_point
     workspace = weight.options.workspace
-    wide_kernel[(programs,)](
+    wide_kernel[(shares.programs,)](
         blocks_of(x_TK, [tile.block_m, 64], 128),
         blocks_of(codes, [sixteens, ROWS, WIDE_BLOCK_K // 4], 64),
         blocks_of(weight.scale, column, 0),
         None if zero_point is None else blocks_of(zero_point, column, 0),
         *(bias, out_TN),
-        workspace.partials(2 * programs * tile.block_m * tile.block_n),
-        workspace.counters(CONSUMERS.value * programs),
-        *(num_rows, out, num_kb, weight.groups_per_block, m_tiles, m_tiles * n_tiles),
+        workspace.partials(2 * shares.programs * tile.block_m * tile.block_n),
+        workspace.counters(CONSUMERS.value * shares.programs),
+        *(num_rows, out_TN.shape[1], num_kb, weight.groups_per_block, m_tiles, m_tiles * n_tiles),
+        num_sharers=shares.sharers,
+        up=out // 2 // ROWS,
+        BLOCK_N=tile.block_n,
         PER_BLOCK=max(weight.groups_per_block, 1),
+        MAX_PARTS=shares.max_parts,
+        ACT=_KINDS[act],
         STAGES=tile.num_stages,
         PDL=target.has_pdl,
         num_warps=4,

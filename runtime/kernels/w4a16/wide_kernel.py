@@ -16,6 +16,7 @@ Imports triton; `runtime.kernels.w4a16.launch` imports this only where it launch
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,8 +34,36 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 CONSUMERS = gl.constexpr(2)
-CHUNK = gl.constexpr(16)
-"""Rows of inputs that are added up at a time."""
+PLAIN, SILU, GELU, GELU_TANH = (gl.constexpr(kind) for kind in (1, 2, 4, 8))
+
+
+@triton.constexpr_function
+def _pin_asm(count):
+    """Of `count` registers: $0.. from $count.., with $(2 * count) below zero where never."""
+    quads = [", ".join(f"${count + i + j}" for j in range(4)) for i in range(0, count, 4)]
+    stores = " ".join(f"@p st.shared.v4.b32 [a], {{{quad}}};" for quad in quads)
+    return (
+        f"{{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.s32 p, ${2 * count}, 0; {stores} }}"
+    )
+
+
+@triton.constexpr_function
+def _pin_constraints(count):
+    return ",".join(["=r"] * count + ["r"] * 2 * count)
+
+
+@gluon.jit
+def _pin(w, never):
+    """Computes `w` here and not later: a store that never happens wants it."""
+    COUNT: gl.constexpr = w.shape[0] * w.shape[1] // 256
+    gl.inline_asm_elementwise(
+        _pin_asm(COUNT),
+        _pin_constraints(COUNT),
+        [w, never],
+        dtype=w.dtype,
+        is_pure=False,
+        pack=2 * COUNT,
+    )
 
 
 @gluon.jit
@@ -48,31 +77,40 @@ def _locate(i, program, programs, num_kb, num_whole, shared_begin):
 
 
 @gluon.jit
-def _share_begin(program, programs, num_shared):
+def _share_begin(program, num_sharers, num_shared):
     """The first of the `num_shared` units that this program and those after it share."""
-    sharers = gl.maximum(gl.minimum(programs, num_shared), 1)
-    return gl.minimum(program, sharers) * num_shared // sharers
+    return gl.minimum(program, num_sharers) * num_shared // num_sharers
 
 
 @gluon.jit
-def _sharer_of(unit, programs, num_shared):
+def _sharer_of(unit, num_sharers, num_shared):
     """The program whose share a unit is in."""
-    return ((unit + 1) * gl.minimum(programs, num_shared) - 1) // num_shared
+    return ((unit + 1) * num_sharers - 1) // num_shared
 
 
 @gluon.jit
 def _load_weights(
     codes_desc, scale_desc, zero_desc, code_bufs, scale_bufs, zero_bufs, bar, stage, tile, kb,
-    num_groups, num_m_tiles, STAGES: gl.constexpr,
+    num_groups, num_m_tiles, up, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Sixteens of rows: where there are several pieces, every other one is of the half from the
+    sixteen `up` on."""
     PER_BLOCK: gl.constexpr = scale_bufs.shape[0] // STAGES
-    first = tile // num_m_tiles * codes_desc.block_shape[0]
-    tma_load(codes_desc, [first, kb * 16, 0], bar, code_bufs.index(stage))
-    for g in gl.static_range(PER_BLOCK):
-        at = stage * PER_BLOCK + g
-        tma_load(scale_desc, [first, kb * num_groups + g, 0], bar, scale_bufs.index(at))
-        if zero_desc is not None:
-            tma_load(zero_desc, [first, kb * num_groups + g, 0], bar, zero_bufs.index(at))
+    SIZE: gl.constexpr = codes_desc.block_shape[0]
+    PIECES: gl.constexpr = code_bufs.shape[1] // SIZE
+    for piece in gl.static_range(PIECES):
+        first = tile // num_m_tiles * SIZE
+        if PIECES > 1:
+            first = (tile // num_m_tiles * (PIECES // 2) + piece // 2) * SIZE + piece % 2 * up
+        words = code_bufs.index(stage).slice(piece * SIZE, SIZE)
+        tma_load(codes_desc, [first, kb * 16, 0], bar, words)
+        for g in gl.static_range(PER_BLOCK):
+            at = stage * PER_BLOCK + g
+            scales = scale_bufs.index(at).slice(piece * SIZE, SIZE)
+            tma_load(scale_desc, [first, kb * num_groups + g, 0], bar, scales)
+            if zero_desc is not None:
+                zeros = zero_bufs.index(at).slice(piece * SIZE, SIZE)
+                tma_load(zero_desc, [first, kb * num_groups + g, 0], bar, zeros)
 
 
 @gluon.jit
@@ -85,12 +123,13 @@ def _load_inputs(x_desc, x_bufs, bar, stage, tile, kb, num_m_tiles):
 @gluon.jit
 def _produce(
     x_desc, codes_desc, scale_desc, zero_desc, x_bufs, code_bufs, scale_bufs, zero_bufs, full,
-    empty, num_kb, num_groups, num_m_tiles, program, programs, num_whole, shared_begin, num_units,
+    empty, num_kb, num_groups, num_m_tiles, up, program, programs, num_whole, shared_begin,
+    num_units,
 ):  # fmt: skip
     """Fill stages with inputs, codes, scales and zero points, a unit each."""
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = x_desc.block_shape[0]
-    BLOCK_N: gl.constexpr = 16 * codes_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = 16 * code_bufs.shape[1]
     COLUMN: gl.constexpr = 2 if zero_desc is None else 3
     BYTES: gl.constexpr = BLOCK_M * 256 + BLOCK_N * (64 + scale_bufs.shape[0] // STAGES * COLUMN)
     ahead = gl.minimum(num_units, STAGES)
@@ -100,7 +139,7 @@ def _produce(
         mbarrier.expect(bar, BYTES)
         _load_weights(
             codes_desc, scale_desc, zero_desc, code_bufs, scale_bufs, zero_bufs, bar, i, tile, kb,
-            num_groups, num_m_tiles, STAGES,
+            num_groups, num_m_tiles, up, STAGES,
         )  # fmt: skip
     # Returns at once where the launch was not a dependent one.
     gl.inline_asm_elementwise(
@@ -118,22 +157,46 @@ def _produce(
         _load_inputs(x_desc, x_bufs, bar, stage, tile, kb, num_m_tiles)
         _load_weights(
             codes_desc, scale_desc, zero_desc, code_bufs, scale_bufs, zero_bufs, bar, stage, tile,
-            kb, num_groups, num_m_tiles, STAGES,
+            kb, num_groups, num_m_tiles, up, STAGES,
         )  # fmt: skip
 
 
 @gluon.jit
-def _store_part(acc, out_ptr, bias_ptr, n, m, M, N, OUT: gl.constexpr):
-    """acc [R, BLOCK_M] + bias to out [M, N], from weight row `n` and input row `m` on."""
-    BLOCK_M: gl.constexpr = acc.shape[1]
-    ROWS: gl.constexpr = gl.SliceLayout(0, OUT)
-    COLS: gl.constexpr = gl.SliceLayout(1, OUT)
+def _activate(x, ACT: gl.constexpr):
+    """`gate.kernel.activate` of float32 values, with its bits."""
+    if ACT == GELU:
+        y = 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
+    else:
+        inner = x
+        if ACT == GELU_TANH:
+            inner = 2.0 * (0.7978845608028654 * (x + 0.044715 * x * x * x))
+        y = x * gl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + gl.exp(-inner)],
+            dtype=gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return y
+
+
+@gluon.jit
+def _gated(acc, dtype: gl.constexpr, ACT: gl.constexpr):
+    """act(gate) * up of rows [gate | up], rounded as if they had been stored. In registers."""
+    halves = gl.reshape(acc.to(dtype), (2, acc.shape[0] // 2, acc.shape[1]))
+    gate, up = gl.split(gl.permute(halves, (1, 2, 0)))
+    return (_activate(gate.to(gl.float32), ACT) * up.to(gl.float32)).to(dtype)
+
+
+@gluon.jit
+def _store_part(acc, out_ptr, bias_ptr, n, m, M, N, ACT: gl.constexpr, OUT: gl.constexpr):
+    """acc [R, BLOCK_M] + bias to out [M, N], from weight row `n` and input row `m` on; with ACT
+    half the rows are gate's and half are up's."""
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
         at = n + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         acc += gl.load(bias_ptr + at, mask=at < N, other=0.0).to(gl.float32)[:, None]
-    y = gl.convert_layout(gl.permute(acc.to(out_ptr.dtype.element_ty), (1, 0)), OUT)
-    rows = n + gl.arange(0, acc.shape[0], ROWS)
-    cols = m + gl.arange(0, BLOCK_M, COLS)
+    y = acc.to(dtype) if ACT == PLAIN else _gated(acc, dtype, ACT)
+    y = gl.convert_layout(gl.permute(y, (1, 0)), OUT)
+    rows = n + gl.arange(0, y.shape[1], gl.SliceLayout(0, OUT))
+    cols = m + gl.arange(0, y.shape[0], gl.SliceLayout(1, OUT))
     at = cols.to(gl.int64)[:, None] * N + rows[None, :]
     gl.store(out_ptr + at, y, mask=(cols < M)[:, None] & (rows < N)[None, :])
 
@@ -149,57 +212,90 @@ def _keep_part(acc, slot_ptr, FIRST: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _count_up(counter, limit):
+    """Once per warpgroup: a step of `counter` that nobody waits for; past `limit` comes zero.
+    Whoever sees it sees what this warpgroup stored before its last barrier."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0; "
+        "@p fence.acq_rel.gpu; @p red.relaxed.gpu.global.inc.u32 [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [counter.to(gl.uint64), limit], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _await(counter, count):
+    """Every thread waits until `counter` has come to `count`, and sees what was stored before."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 t; again: ld.acquire.gpu.global.u32 t, [$1]; "
+        "setp.lt.u32 p, t, $2; @p bra again; mov.u32 $0, 0; }",
+        "=r,l,r", [counter.to(gl.uint64), count], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _sharers_of_tile(shared_tile, num_kb, num_sharers, num_shared):
+    """(the first program that has a part of it, how many have)."""
+    first = _sharer_of(shared_tile * num_kb, num_sharers, num_shared)
+    last = _sharer_of(shared_tile * num_kb + num_kb - 1, num_sharers, num_shared)
+    return first, last - first + 1
+
+
+@gluon.jit
+def _sum_parts(slots, at, count, SIZE: gl.constexpr, MAX_PARTS: gl.constexpr):
+    """All parts are asked for at once, and added in the order of K. The first program of a tile
+    ends with it (slot 1), the others begin with it (slot 0)."""
+    total = gl.load(slots + SIZE + at, cache_modifier=".cg")
+    for part in gl.static_range(1, MAX_PARTS):
+        total += gl.load(
+            slots + 2 * part * SIZE + at, mask=part < count, other=0.0, cache_modifier=".cg"
+        )
+    return total
+
+
+@gluon.jit
 def _add_up(
-    shared_tile, partials_ptr, counters_ptr, out_ptr, bias_ptr, program, programs, num_whole,
-    num_shared, num_kb, num_m_tiles, M, N,
-    WHO: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    shared_tile, partials_ptr, counters_ptr, out_ptr, bias_ptr, program, first_shared,
+    num_sharers, num_shared, num_kb, num_m_tiles, M, N,
+    WHO: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MAX_PARTS: gl.constexpr,
+    ACT: gl.constexpr,
 ):  # fmt: skip
-    """This program's chunks of a shared tile: wait until all parts are there, add them in the
-    order of K, store. The last to leave puts the counter back to zero."""
+    """This program's chunks of a shared tile: wait until all parts are there, add, store."""
     SIZE: gl.constexpr = BLOCK_M * BLOCK_N
-    WIDTH: gl.constexpr = BLOCK_N // CONSUMERS
+    ROWS: gl.constexpr = BLOCK_N // CONSUMERS
+    WIDTH: gl.constexpr = ROWS if ACT == PLAIN else ROWS // 2
     LANES: gl.constexpr = WIDTH // 4
+    CHUNK: gl.constexpr = BLOCK_M // MAX_PARTS
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
-    first = _sharer_of(shared_tile * num_kb, programs, num_shared)
-    count = _sharer_of(shared_tile * num_kb + num_kb - 1, programs, num_shared) - first + 1
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    first, count = _sharers_of_tile(shared_tile, num_kb, num_sharers, num_shared)
     counter = counters_ptr + shared_tile * CONSUMERS + WHO
-    arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    while arrived < count:
-        arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    inner_n = WHO * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, L))
+    _await(counter, count)
+    inner_n = gl.arange(0, WIDTH, gl.SliceLayout(0, L))
     inner_m = gl.arange(0, CHUNK, gl.SliceLayout(1, L))
-    tile = num_whole * programs + shared_tile
-    n = tile // num_m_tiles * BLOCK_N + inner_n
-    for chunk in range(program - first, BLOCK_M // CHUNK, count):
+    tile = first_shared + shared_tile
+    n = tile // num_m_tiles * (CONSUMERS * WIDTH) + WHO * WIDTH + inner_n
+    slots = partials_ptr + (2 * first).to(gl.int64) * SIZE + WHO * ROWS
+    for chunk in range(program - first, MAX_PARTS, count):
         at = (chunk * CHUNK + inner_m)[:, None] * BLOCK_N + inner_n[None, :]
-        # The first program of a tile ends with it (slot 1), the others begin with it (slot 0).
-        acc = gl.load(partials_ptr + (2 * first + 1).to(gl.int64) * SIZE + at, cache_modifier=".cg")
-        for other in range(first + 1, first + count, 4):
-            slots = partials_ptr + (2 * other).to(gl.int64) * SIZE + at
-            last = first + count - 1 - other
-            a = gl.load(slots, cache_modifier=".cg")
-            b = gl.load(slots + 2 * SIZE, mask=last >= 1, other=0.0, cache_modifier=".cg")
-            c = gl.load(slots + 4 * SIZE, mask=last >= 2, other=0.0, cache_modifier=".cg")
-            d = gl.load(slots + 6 * SIZE, mask=last >= 3, other=0.0, cache_modifier=".cg")
-            acc = acc + a + b + c + d
-        m = tile % num_m_tiles * BLOCK_M + chunk * CHUNK + inner_m
+        total = _sum_parts(slots, at, count, SIZE, MAX_PARTS)
         if bias_ptr is not None:
-            acc += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
+            total += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
+        y = total.to(dtype)
+        if ACT != PLAIN:
+            up = _sum_parts(slots, at + WIDTH, count, SIZE, MAX_PARTS).to(dtype)
+            y = (_activate(y.to(gl.float32), ACT) * up.to(gl.float32)).to(dtype)
+        m = tile % num_m_tiles * BLOCK_M + chunk * CHUNK + inner_m
         out = out_ptr + m.to(gl.int64)[:, None] * N + n[None, :]
-        ok = (m < M)[:, None] & (n < N)[None, :]
-        gl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
+        gl.store(out, y, mask=(m < M)[:, None] & (n < N)[None, :])
     barrier()
-    left = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    if left == 2 * count - 1:
-        gl.store(counter, 0)
+    _count_up(counter, 2 * count - 1)
 
 
 @gluon.jit
 def _consume(
     x_bufs, code_bufs, scale_bufs, zero_bufs, full, empty, out_ptr, bias_ptr, partials_ptr,
     counters_ptr, M, N, num_kb, num_m_tiles, program, programs, num_whole, shared_begin,
-    num_shared, num_units,
-    WHO: gl.constexpr,
+    num_sharers, num_shared, num_units, most, WHO: gl.constexpr,
 ):  # fmt: skip
     """A program's units, for half the rows of each tile."""
     STAGES: gl.constexpr = full.shape[0]
@@ -208,10 +304,13 @@ def _consume(
     ROWS: gl.constexpr = BLOCK_N // CONSUMERS
     FIRST: gl.constexpr = WHO * ROWS
     PER_BLOCK: gl.constexpr = scale_bufs.shape[0] // STAGES
+    MAX_PARTS: gl.constexpr = most.shape[0]
+    ACT: gl.constexpr = most.shape[1]
     SIZE: gl.constexpr = BLOCK_M * BLOCK_N
     C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, C, 2)
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, 4], [1, 0])
+    never = (M >> 31).to(gl.int16)
     mbarrier.wait(full.index(0), 0)
     words = load_words(code_bufs, 0, FIRST, ROWS, A)
     w = unpack_half(words, scale_bufs, zero_bufs, 0, FIRST, 0, PER_BLOCK, A)
@@ -229,38 +328,48 @@ def _consume(
             acc = warpgroup_mma(w, x_low, acc, is_async=True)
             words = load_words(code_bufs, stage, FIRST, ROWS, A)
             w = unpack_half(words, scale_bufs, zero_bufs, stage, FIRST, 1, PER_BLOCK, A)
+            _pin(w, never)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             acc = warpgroup_mma(w, x_high, acc, is_async=True)
             after = (i + 1) % STAGES
             mbarrier.wait(full.index(after), (i + 1) // STAGES & 1, pred=i + 1 < num_units)
             words = load_words(code_bufs, after, FIRST, ROWS, A)
             w = unpack_half(words, scale_bufs, zero_bufs, after, FIRST, 0, PER_BLOCK, A)
+            _pin(w, never)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index(stage), count=1)
-        if end - begin == num_kb:
+        if MAX_PARTS == 1 or end - begin == num_kb:
             n = tile // num_m_tiles * BLOCK_N + FIRST
-            _store_part(acc, out_ptr, bias_ptr, n, tile % num_m_tiles * BLOCK_M, M, N, OUT)
+            if ACT != PLAIN:
+                n = n // 2
+            _store_part(acc, out_ptr, bias_ptr, n, tile % num_m_tiles * BLOCK_M, M, N, ACT, OUT)
         else:
             slot = 2 * program + (kb == 0).to(gl.int32)
             _keep_part(acc, partials_ptr + slot.to(gl.int64) * SIZE, FIRST, BLOCK_N)
             barrier()
-            counter = counters_ptr + (tile - num_whole * programs) * CONSUMERS + WHO
-            gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            shared_tile = tile - num_whole * programs
+            _, count = _sharers_of_tile(shared_tile, num_kb, num_sharers, num_shared)
+            _count_up(counters_ptr + shared_tile * CONSUMERS + WHO, 2 * count - 1)
         begin = end
+    if MAX_PARTS == 1:
+        return
     # All of a program's parts are kept before it waits for others'.
+    first_shared = num_whole * programs
     shared_end = shared_begin + num_units - num_whole * num_kb
     first = shared_begin // num_kb
     last = (shared_end - 1) // num_kb
     if shared_end > shared_begin:
         if (shared_begin > first * num_kb) | (shared_end < first * num_kb + num_kb):
             _add_up(
-                first, partials_ptr, counters_ptr, out_ptr, bias_ptr, program, programs, num_whole,
-                num_shared, num_kb, num_m_tiles, M, N, WHO, BLOCK_M, BLOCK_N,
+                first, partials_ptr, counters_ptr, out_ptr, bias_ptr, program, first_shared,
+                num_sharers, num_shared, num_kb, num_m_tiles, M, N, WHO, BLOCK_M, BLOCK_N,
+                MAX_PARTS, ACT,
             )  # fmt: skip
         if (last > first) & (shared_end < last * num_kb + num_kb):
             _add_up(
-                last, partials_ptr, counters_ptr, out_ptr, bias_ptr, program, programs, num_whole,
-                num_shared, num_kb, num_m_tiles, M, N, WHO, BLOCK_M, BLOCK_N,
+                last, partials_ptr, counters_ptr, out_ptr, bias_ptr, program, first_shared,
+                num_sharers, num_shared, num_kb, num_m_tiles, M, N, WHO, BLOCK_M, BLOCK_N,
+                MAX_PARTS, ACT,
             )  # fmt: skip
 
 
@@ -268,12 +377,12 @@ def _consume(
 def _consume_first(
     x_bufs, code_bufs, scale_bufs, zero_bufs, full, empty, out_ptr, bias_ptr, partials_ptr,
     counters_ptr, M, N, num_kb, num_m_tiles, program, programs, num_whole, shared_begin,
-    num_shared, num_units,
+    num_sharers, num_shared, num_units, most,
 ):  # fmt: skip
     _consume(
         x_bufs, code_bufs, scale_bufs, zero_bufs, full, empty, out_ptr, bias_ptr, partials_ptr,
         counters_ptr, M, N, num_kb, num_m_tiles, program, programs, num_whole, shared_begin,
-        num_shared, num_units, 0,
+        num_sharers, num_shared, num_units, most, 0,
     )  # fmt: skip
 
 
@@ -281,16 +390,18 @@ def _consume_first(
 def _consume_second(
     x_bufs, code_bufs, scale_bufs, zero_bufs, full, empty, out_ptr, bias_ptr, partials_ptr,
     counters_ptr, M, N, num_kb, num_m_tiles, program, programs, num_whole, shared_begin,
-    num_shared, num_units,
+    num_sharers, num_shared, num_units, most,
 ):  # fmt: skip
     _consume(
         x_bufs, code_bufs, scale_bufs, zero_bufs, full, empty, out_ptr, bias_ptr, partials_ptr,
         counters_ptr, M, N, num_kb, num_m_tiles, program, programs, num_whole, shared_begin,
-        num_shared, num_units, 1,
+        num_sharers, num_shared, num_units, most, 1,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["M", "num_kb", "num_groups", "num_m_tiles", "num_tiles"])
+@gluon.jit(
+    do_not_specialize=["M", "num_kb", "num_groups", "num_m_tiles", "num_tiles", "num_sharers", "up"]
+)
 def wide_kernel(
     x_desc,
     codes_desc,
@@ -306,7 +417,12 @@ def wide_kernel(
     num_groups,
     num_m_tiles,
     num_tiles,
+    num_sharers,
+    up,
+    BLOCK_N: gl.constexpr,
     PER_BLOCK: gl.constexpr,
+    MAX_PARTS: gl.constexpr,
+    ACT: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -327,23 +443,23 @@ def wide_kernel(
     programs = gl.num_programs(0)
     num_whole = num_tiles // programs
     num_shared = (num_tiles - num_whole * programs) * num_kb
-    shared_begin = _share_begin(program, programs, num_shared)
-    shared_end = _share_begin(program + 1, programs, num_shared)
+    shared_begin = _share_begin(program, num_sharers, num_shared)
+    shared_end = _share_begin(program + 1, num_sharers, num_shared)
     num_units = num_whole * num_kb + shared_end - shared_begin
     x_bufs = gl.allocate_shared_memory(
         x_desc.dtype, [2 * STAGES] + x_desc.block_shape, x_desc.layout
     )
     code_bufs = gl.allocate_shared_memory(
-        codes_desc.dtype, [STAGES] + codes_desc.block_shape, codes_desc.layout
+        codes_desc.dtype, [STAGES, BLOCK_N // 16, 16, 32], codes_desc.layout
     )
     scale_bufs = gl.allocate_shared_memory(
-        scale_desc.dtype, [STAGES * PER_BLOCK] + scale_desc.block_shape, scale_desc.layout
+        scale_desc.dtype, [STAGES * PER_BLOCK, BLOCK_N // 16, 1, 16], scale_desc.layout
     )
     if zero_desc is None:
         zero_bufs: gl.constexpr = None
     else:
         zero_bufs = gl.allocate_shared_memory(
-            zero_desc.dtype, [STAGES * PER_BLOCK] + zero_desc.block_shape, zero_desc.layout
+            zero_desc.dtype, [STAGES * PER_BLOCK, BLOCK_N // 16, 1, 16], zero_desc.layout
         )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -352,10 +468,14 @@ def wide_kernel(
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     fence_async_shared()
     barrier()
+    # Nothing lies there: a shape is how a number that is known when compiling comes to workers.
+    most = gl.allocate_shared_memory(
+        gl.int32, [MAX_PARTS, ACT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
     shared = (
         x_bufs, code_bufs, scale_bufs, zero_bufs, full, empty, out_ptr, bias_ptr, partials_ptr,
         counters_ptr, M, N, num_kb, num_m_tiles, program, programs, num_whole, shared_begin,
-        num_shared, num_units,
+        num_sharers, num_shared, num_units, most,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -365,7 +485,7 @@ def wide_kernel(
                 _produce,
                 (
                     x_desc, codes_desc, scale_desc, zero_desc, x_bufs, code_bufs, scale_bufs,
-                    zero_bufs, full, empty, num_kb, num_groups, num_m_tiles, program, programs,
+                    zero_bufs, full, empty, num_kb, num_groups, num_m_tiles, up, program, programs,
                     num_whole, shared_begin, num_units,
                 ),
             ),
