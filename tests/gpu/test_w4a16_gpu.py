@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from quant.artifact.layout import QuantizedWeight, dequantize
 from quant.artifact.scheme import preset, with_group_size
-from runtime.kernels.gate import gate
-from runtime.kernels.w4a16 import pack_w4a16, unpack_w4a16, w4a16_gate_up, w4a16_linear
+from runtime.kernels.gate import Activation, gate
+from runtime.kernels.w4a16 import (
+    pack_w4a16,
+    unpack_w4a16,
+    w4a16_add_,
+    w4a16_can_add,
+    w4a16_gate_up,
+    w4a16_linear,
+)
 from runtime.kernels.w4a16.launch import launch
 from runtime.kernels.w4a16.slices import dequantized
 from runtime.kernels.w4a16.tile import Tile
@@ -24,6 +31,11 @@ pytestmark = [
 ]
 TOLERANCE = 3e-3
 SHAPES = [(576, 576), (192, 576), (1536, 576), (576, 1536), (1024, 4096), (48, 96), (6144, 4096)]
+WIDE = Tile(kernel="wide", block_m=128, block_n=256, num_stages=4)
+needs_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernel is Hopper's",
+)
 SPLIT = Tile(kernel="tile", block_m=16, block_n=64, split_k=4, scaling="sums")
 
 
@@ -162,10 +174,73 @@ def test_deterministic_rows_do_not_see_each_other(options: KernelOptions) -> Non
         assert torch.equal(w4a16_linear(x_TK[first:last], packed), whole[first:last])
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 33, 100, 700])
+@pytest.mark.parametrize("num_rows", [513, 1000, 4096, 4500])
+@pytest.mark.parametrize("shape", [(6144, 1024), (1056, 4096), (96, 14336)])
+@pytest.mark.usefixtures("_nan_empty")
+def test_prompts(options: KernelOptions, shape: tuple[int, int], num_rows: int) -> None:
+    """Tiles that hang over both ends; with a bias, added to a sum, gated; by our own kernel where
+    the card has one, and by a library's product beyond 4096 rows."""
+    weight = random_weight(shape, 128, True, torch.bfloat16)
+    packed = pack_w4a16(weight, torch.bfloat16, torch.device("cuda"), options)
+    x_TK = torch.randn(num_rows, shape[1], dtype=torch.bfloat16, device="cuda")
+    matrix = dequantize(weight)
+    bias = torch.randn(shape[0], dtype=torch.bfloat16, device="cuda")
+    got = w4a16_linear(x_TK, packed, bias)
+    check(got, x_TK, matrix, bias)
+    assert torch.equal(got, w4a16_linear(x_TK, packed, bias)), "same inputs, other bits"
+    total = got.clone()
+    assert w4a16_can_add(x_TK, packed)
+    w4a16_add_(total, x_TK, packed)
+    expected = got.double() + x_TK.double() @ matrix.double().T
+    assert float((total.double() - expected).norm() / expected.norm()) < TOLERANCE
+    pairs = x_TK.float() @ matrix.float().T
+    gated, expected = w4a16_gate_up(x_TK, packed, "silu"), gate(pairs, "silu").double()
+    assert float((gated.double() - expected).norm() / expected.norm()) < 2 * TOLERANCE
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 33, 100, 250])
 def test_gated_product_has_the_bits_of_two_steps(options: KernelOptions, num_rows: int) -> None:
     weight = random_weight((3072, 1024), 128, True, torch.bfloat16)
     packed = pack_w4a16(weight, torch.bfloat16, torch.device("cuda"), options)
     x_TK = torch.randn(num_rows, 1024, dtype=torch.bfloat16, device="cuda")
     expected = gate(w4a16_linear(x_TK, packed), "silu")
     assert torch.equal(w4a16_gate_up(x_TK, packed, "silu"), expected)
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("group_size", "symmetric", "dtype"),
+    [
+        (128, True, torch.bfloat16),
+        (32, False, torch.float16),
+        (64, False, torch.bfloat16),
+        (None, True, torch.float16),
+    ],
+)
+@pytest.mark.usefixtures("_nan_empty")
+def test_wide_matches_float64(
+    options: KernelOptions, group_size: int | None, symmetric: bool, dtype: torch.dtype
+) -> None:
+    """Whole tiles, shared ones, and both; edges of rows and of the weight."""
+    for shape in [(1000, 1280), (6144, 1024), (12288, 512)]:
+        weight = random_weight(shape, group_size, symmetric, dtype)
+        packed = pack_w4a16(weight, dtype, torch.device("cuda"), options)
+        bias = torch.randn(shape[0], dtype=dtype, device="cuda")
+        for num_rows in (17, 300, 400):
+            x_TK = torch.randn(num_rows, shape[1], dtype=dtype, device="cuda") + 0.2
+            got = launch(x_TK, packed, bias, WIDE)
+            check(got, x_TK, dequantize(weight), bias)
+            for _ in range(20):
+                assert torch.equal(got, launch(x_TK, packed, bias, WIDE)), "other bits"
+    assert not options.workspace.counters(264).any()
+
+
+@needs_hopper
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
+def test_wide_gates_with_the_bits_of_two_steps(options: KernelOptions, act: Activation) -> None:
+    weight = random_weight((3072, 1024), 128, True, torch.bfloat16)
+    packed = pack_w4a16(weight, torch.bfloat16, torch.device("cuda"), options)
+    for num_rows in (33, 300):
+        x_TK = torch.randn(num_rows, 1024, dtype=torch.bfloat16, device="cuda")
+        expected = gate(launch(x_TK, packed, None, WIDE), act)
+        assert torch.equal(launch(x_TK, packed, None, WIDE, act), expected)
