@@ -333,15 +333,25 @@ def _act(args: argparse.Namespace) -> int:
         text, all_met = standing(read(args.out) if args.out.is_file() else [])
         print(text)
         return 0 if all_met else 1
-    from quant.machine import check_device
-
-    check_device(args.device)
+    _check_device(args.device)
     run = Run(args)
     for suite in args.only:
         RUNNERS[suite](run)
     for failure in run.failures:
         say(f"failed: {failure}")
     return 1 if run.failures else 0
+
+
+def _check_device(name: str) -> None:
+    """Makes no context where the device is there: it would take memory that workers measure."""
+    import torch
+
+    from quant.machine import check_device
+
+    number = name.partition(":")[2] or "0"
+    is_cuda = name.partition(":")[0] == "cuda" and number.isdecimal()
+    if not (is_cuda and int(number) < torch.cuda.device_count()):
+        check_device(name)
 
 
 if __name__ == "__main__":
