@@ -46,6 +46,34 @@ WARP_SPLITS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FewFamily:
+    """W4A16 "few" kernels, each with every split of K: `rows` of weights a warp."""
+
+    rows: int
+    num_warps: int
+    k_blocks: int = 1
+    num_stages: int = 1
+    row_warps: int = 1
+    registers: int | None = None
+
+
+FEW_SPLITS = (1, 2, 4, 7)
+FEW_FAMILIES = (
+    FewFamily(rows=16, num_warps=4, k_blocks=4),
+    FewFamily(rows=32, num_warps=4, k_blocks=2),
+    FewFamily(rows=32, num_warps=8, k_blocks=2),
+    FewFamily(rows=64, num_warps=4, k_blocks=2, registers=128),
+    FewFamily(rows=64, num_warps=4, registers=128),
+    FewFamily(rows=32, num_warps=4, num_stages=2),
+    FewFamily(rows=32, num_warps=8, num_stages=2),
+    FewFamily(rows=32, num_warps=4, num_stages=4),
+    FewFamily(rows=64, num_warps=4, num_stages=3, registers=128),
+    FewFamily(rows=32, num_warps=4, k_blocks=2, row_warps=2, registers=128),
+    FewFamily(rows=32, num_warps=8, row_warps=2),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class W4Family:
     """W4A16 "tile" kernels up to `rows` rows: the product of everything below.
 
@@ -181,6 +209,7 @@ def _w4a16(problem: Problem, rows: int, target: KernelTarget) -> Iterator[Tile]:
         for k_blocks, warps, block_n in GEMV_STEPS:
             yield W4Tile(kernel="gemv", k_blocks=k_blocks, num_warps=warps, block_n=block_n)
     if rows <= 16:
+        yield from _few(problem, rows, target)
         yield from _warps(problem, rows, target)
     for family in W4_FAMILIES:
         if family.rows[0] <= max(rows, 2) <= family.rows[1]:
@@ -190,6 +219,24 @@ def _w4a16(problem: Problem, rows: int, target: KernelTarget) -> Iterator[Tile]:
             yield W4Tile(kernel="wide", block_m=block_m, block_n=block_n, num_stages=stages)
     if rows >= 256:
         yield W4Tile(kernel="dense")
+
+
+def _few(problem: Problem, rows: int, target: KernelTarget) -> Iterator[Tile]:
+    block_m = 8 if rows <= 8 else 16
+    scalings: tuple[Literal["sums", "centered"], ...] = ("sums", "centered")
+    for family, split in product(FEW_FAMILIES, FEW_SPLITS):
+        block_n = family.rows * family.row_warps
+        turn = family.num_warps // family.row_warps * family.k_blocks
+        has_work = problem.k // W4A16_BLOCK_K >= split * turn
+        if split > 1 and not (has_work and _fits(-(-problem.n // block_n) * split, target)):
+            continue
+        for scaling, prefetch in product(scalings[: block_m // 8], (0, 1)):
+            yield W4Tile(
+                kernel="few", block_m=block_m, block_n=block_n, split_k=split,
+                num_warps=family.num_warps, num_stages=family.num_stages, scaling=scaling,
+                max_registers=family.registers, prefetch=prefetch, k_blocks=family.k_blocks,
+                row_warps=family.row_warps,
+            )  # fmt: skip
 
 
 def _warps(problem: Problem, rows: int, target: KernelTarget) -> Iterator[Tile]:
@@ -262,6 +309,11 @@ def staged_bytes(op: Op, tile: Tile) -> int:
     under_way = tile.num_stages - 1
     if tile.kernel == "wide":
         return (inputs + weights) * W4A16_BLOCK_K * tile.num_stages
+    if isinstance(tile, W4Tile) and tile.kernel == "few":
+        if tile.num_stages < 3:
+            return 0
+        weights //= tile.row_warps
+        return (inputs + weights) * W4A16_BLOCK_K * under_way * tile.num_warps * tile.k_blocks
     if tile.kernel == "warp":
         return (inputs + weights) * W4A16_BLOCK_K * under_way * tile.num_warps
     if isinstance(tile, W4Tile):
@@ -277,18 +329,21 @@ FIELDS: dict[tuple[type, str], tuple[str, ...]] = {
     (W4Tile, "gemv"): ("block_n", "num_warps", "k_blocks"),
     (W4Tile, "warp"): _W4_FIELDS,
     (W4Tile, "tile"): _W4_FIELDS,
+    (W4Tile, "few"): ("block_m", "block_n", "split_k", "num_warps", "num_stages", "scaling",
+                      "max_registers", "prefetch", "k_blocks", "row_warps"),
     (W4Tile, "wide"): ("block_m", "block_n", "num_stages"),
     (DenseTile, "gemv"): ("block_n", "block_k", "num_warps"),
     (DenseTile, "gemm"): _GEMM_FIELDS,
     (DenseTile, "tma"): (*_GEMM_FIELDS, "per_sm"),
-}
+}  # fmt: skip
 
 
 def constants_of(tile: Tile) -> Constants:
     """A tile as a table spells it; `tile_of` reads it back."""
     values: dict[str, Any] = asdict(tile)
     names = ("kernel", *FIELDS.get((type(tile), tile.kernel), ()))
-    return {name: values[name] for name in names if values[name] not in (None, False)}
+    kept = (name for name in names if values[name] is not None and values[name] is not False)
+    return {name: values[name] for name in kept}
 
 
 def tile_of(op: Op, constants: Constants) -> Tile:
