@@ -38,6 +38,14 @@ needs_hopper = pytest.mark.skipif(
 )
 SPLIT = Tile(kernel="tile", block_m=16, block_n=64, split_k=4, scaling="sums")
 
+FEW = [
+    Tile(kernel="few", block_m=8, block_n=16, num_warps=8, num_stages=1, k_blocks=2),
+    Tile(kernel="few", block_m=8, block_n=64, split_k=2, num_stages=1, prefetch=1, k_blocks=1),
+    Tile(kernel="few", block_m=16, block_n=32, num_stages=2, scaling="centered", k_blocks=1),
+    Tile(kernel="few", block_m=8, block_n=32, num_stages=3, prefetch=1, k_blocks=1),
+    Tile(kernel="few", block_m=16, row_warps=2, num_stages=1, scaling="centered", k_blocks=1),
+]
+
 
 @pytest.fixture(scope="module")
 def options() -> KernelOptions:
@@ -124,6 +132,33 @@ def test_linear_matches_float64(
     got = w4a16_linear(x_TK, packed, bias)
     check(got, x_TK, dequantize(weight), bias)
     assert torch.equal(got, w4a16_linear(x_TK, packed, bias)), "same inputs, other bits"
+    assert not options.workspace.counters(64).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize(
+    ("shape", "group_size"),
+    [((576, 1536), 128), ((192, 576), 64), ((80, 544), 32), ((1056, 200), None)],
+)
+@pytest.mark.usefixtures("_nan_empty")
+def test_few_rows(
+    options: KernelOptions,
+    shape: tuple[int, int],
+    group_size: int | None,
+    symmetric: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Every way of `few_rows` through the K-blocks, whole and ragged."""
+    weight = random_weight(shape, group_size, symmetric, dtype)
+    packed = pack_w4a16(weight, dtype, torch.device("cuda"), options)
+    bias = torch.randn(shape[0], dtype=dtype, device="cuda")
+    for tile in FEW:
+        for num_rows in (1, tile.block_m - 1, tile.block_m):
+            x_TK = torch.randn(num_rows, shape[1], dtype=dtype, device="cuda") + 0.2
+            got = launch(x_TK, packed, bias, tile)
+            check(got, x_TK, dequantize(weight), bias)
+            assert torch.equal(got, launch(x_TK, packed, bias, tile)), "same inputs, other bits"
     assert not options.workspace.counters(64).any()
 
 
