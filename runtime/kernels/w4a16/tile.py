@@ -6,7 +6,7 @@ a rule for everything else. In deterministic mode the choice depends on the weig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -195,24 +195,19 @@ def rule(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
 
 
 def _few(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
-    """Many small programs where there are rows for them, else more warps and splits of K."""
+    """Many small programs where there are rows for them, else more warps or splits of K."""
     block_m = 8 if num_rows <= 8 else 16
-    if shape[0] >= 128 * target.num_sms and block_m == 8:
-        return Tile(
-            kernel="few", block_m=8, num_stages=1, max_registers=128, prefetch=0, k_blocks=2
-        )
-    if shape[0] >= 64 * target.num_sms:
-        return Tile(kernel="few", block_m=block_m, block_n=32, num_stages=2, prefetch=0, k_blocks=1)
-    return Tile(
-        kernel="few",
-        block_m=block_m,
-        block_n=32,
-        split_k=_split(shape, 32, 1, 2 * target.num_sms),
-        num_warps=8,
-        num_stages=1,
-        prefetch=0,
-        k_blocks=2,
+    small = Tile(
+        kernel="few", block_m=block_m, num_stages=1, max_registers=128, prefetch=0, k_blocks=2
     )
+    if shape[0] >= 128 * target.num_sms:
+        return small if block_m == 8 else replace(small, block_n=32, num_stages=2, k_blocks=1)
+    if shape[1] >= 8192 and block_m == 8:
+        fill = 7 * target.num_sms // (2 * -(-shape[0] // 64))
+        split = max(1, min(fill, shape[1] // 512))
+        return replace(small, split_k=split, k_blocks=1)
+    split = _split(shape, 32, 1, 2 * target.num_sms)
+    return replace(small, block_n=32, num_warps=8, split_k=split)
 
 
 def _wide(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
