@@ -61,7 +61,8 @@ def w4a16_gate_up(x_TK: Tensor, weight: W4A16Weight, act: Activation) -> Tensor:
     gates its tile. The bits are those of two kernels, but for many rows.
     """
     tile = _tile(x_TK, weight)
-    if tile is not None and gates(weight, tile):
+    num_sms = target_of(x_TK.device).num_sms
+    if tile is not None and gates(len(x_TK), weight, tile, num_sms):
         return launch(x_TK.contiguous(), weight, None, tile, act)
     if tile is None or tile.kernel != "dense":
         return gate(w4a16_linear(x_TK, weight), act)

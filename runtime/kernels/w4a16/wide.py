@@ -21,24 +21,23 @@ def serves(weight: W4A16Weight) -> bool:
     return weight.block_k == WIDE_BLOCK_K and weight.scale.dtype == weight.dtype
 
 
-def gates(weight: W4A16Weight, tile: Tile) -> bool:
-    """Whether the kernel can make act(gate) * up of this weight gate | up with `tile`, each of
-    whose warpgroups takes as many rows of either. Pieces of zero points would be too short."""
-    half, rest = divmod(weight.shape[0], 2)
-    return (
-        tile.kernel == "wide"
-        and tile.block_n == PIECES * PIECE_ROWS
-        and rest == 0
-        and half % (tile.block_n // 2) == 0
-        and weight.zero_point is None
-    )
+def gates(num_rows: int, weight: W4A16Weight, tile: Tile, num_sms: int) -> bool:
+    """Whether the kernel makes act(gate) * up of this weight gate | up with `tile`, and quicker
+    than two kernels would: each warpgroup takes as many rows of either, and no tile is shared.
+    Pieces of zero points would be too short to copy."""
+    if tile.kernel != "wide" or tile.block_n != PIECES * PIECE_ROWS:
+        return False
+    if weight.zero_point is not None or weight.shape[0] % tile.block_n:
+        return False
+    tiles = weight.shape[0] // tile.block_n * -(-num_rows // tile.block_m)
+    return share_out(tiles, weight.num_blocks, num_sms).max_parts == 1
 
 
 def launch_wide(
     x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, tile: Tile,
     act: str | None = None,
 ) -> None:  # fmt: skip
-    """Fill `out` [T, out] or, with an `act` that `gates`, [T, out / 2]."""
+    """Fill `out` [T, out], or with `act` [T, out / 2]; a tile and a weight as `gates` has them."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -51,7 +50,7 @@ def launch_wide(
         return TensorDescriptor(values, list(values.shape), strides, block, layout)
 
     assert serves(weight)
-    assert act is None or (bias is None and gates(weight, tile))
+    assert act is None or (bias is None and weight.shape[0] % (PIECES * PIECE_ROWS) == 0)
     num_rows, target = x_TK.shape[0], target_of(x_TK.device)
     out, num_kb = weight.shape[0], weight.num_blocks
     sixteens = (tile.block_n if act is None else PIECE_ROWS) // ROWS

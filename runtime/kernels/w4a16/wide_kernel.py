@@ -16,7 +16,6 @@ Imports triton; `runtime.kernels.w4a16.launch` imports this only where it launch
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,35 +34,6 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 CONSUMERS = gl.constexpr(2)
 PLAIN, SILU, GELU, GELU_TANH = (gl.constexpr(kind) for kind in (1, 2, 4, 8))
-
-
-@triton.constexpr_function
-def _pin_asm(count):
-    """Of `count` registers: $0.. from $count.., with $(2 * count) below zero where never."""
-    quads = [", ".join(f"${count + i + j}" for j in range(4)) for i in range(0, count, 4)]
-    stores = " ".join(f"@p st.shared.v4.b32 [a], {{{quad}}};" for quad in quads)
-    return (
-        f"{{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.s32 p, ${2 * count}, 0; {stores} }}"
-    )
-
-
-@triton.constexpr_function
-def _pin_constraints(count):
-    return ",".join(["=r"] * count + ["r"] * 2 * count)
-
-
-@gluon.jit
-def _pin(w, never):
-    """Computes `w` here and not later: a store that never happens wants it."""
-    COUNT: gl.constexpr = w.shape[0] * w.shape[1] // 256
-    gl.inline_asm_elementwise(
-        _pin_asm(COUNT),
-        _pin_constraints(COUNT),
-        [w, never],
-        dtype=w.dtype,
-        is_pure=False,
-        pack=2 * COUNT,
-    )
 
 
 @gluon.jit
@@ -310,7 +280,6 @@ def _consume(
     C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, C, 2)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, 4], [1, 0])
-    never = (M >> 31).to(gl.int16)
     mbarrier.wait(full.index(0), 0)
     words = load_words(code_bufs, 0, FIRST, ROWS, A)
     w = unpack_half(words, scale_bufs, zero_bufs, 0, FIRST, 0, PER_BLOCK, A)
@@ -328,14 +297,12 @@ def _consume(
             acc = warpgroup_mma(w, x_low, acc, is_async=True)
             words = load_words(code_bufs, stage, FIRST, ROWS, A)
             w = unpack_half(words, scale_bufs, zero_bufs, stage, FIRST, 1, PER_BLOCK, A)
-            _pin(w, never)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             acc = warpgroup_mma(w, x_high, acc, is_async=True)
             after = (i + 1) % STAGES
             mbarrier.wait(full.index(after), (i + 1) // STAGES & 1, pred=i + 1 < num_units)
             words = load_words(code_bufs, after, FIRST, ROWS, A)
             w = unpack_half(words, scale_bufs, zero_bufs, after, FIRST, 0, PER_BLOCK, A)
-            _pin(w, never)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index(stage), count=1)
         if MAX_PARTS == 1 or end - begin == num_kb:
