@@ -22,7 +22,7 @@ def wide(
     groups: int = 1, parts: int = 4, act: int = 1, asymmetric: bool = False, has_bias: bool = False,
     max_spill_bytes: int = 0,
 ) -> CompileCase:  # fmt: skip
-    sixteens = (block_n if act == 1 else 64) // 16
+    sixteens = (block_n if act <= 2 else 64) // 16
     constants: dict[str, Any] = {
         "BLOCK_N": block_n, "PER_BLOCK": groups, "MAX_PARTS": parts, "ACT": act,
         "STAGES": stages, "PDL": True,
@@ -60,8 +60,9 @@ COMPILE_CASES = [
     wide("m128-n256-g128", max_spill_bytes=128),
     wide("m256-n128-g128-whole", block_m=256, block_n=128, stages=3, parts=1, max_spill_bytes=128),
     wide("m32-n256-g128", block_m=32, stages=6, parts=8, max_spill_bytes=128),
-    wide("m128-n256-g128-silu", act=2, max_spill_bytes=128),
-    wide("m64-n256-g64-gelu-tanh", act=8, block_m=64, groups=2, parts=1, max_spill_bytes=128),
+    wide("m128-n128-g128-adds", block_n=128, act=2, stages=5, max_spill_bytes=128),
+    wide("m128-n256-g128-silu", act=4, max_spill_bytes=128),
+    wide("m64-n256-g64-gelu-tanh", act=16, block_m=64, groups=2, parts=1, max_spill_bytes=128),
     # The warp that copies has 24 registers and eight addresses of scales and zero points.
     wide(
         "m128-n256-g32-asym",

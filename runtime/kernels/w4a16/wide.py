@@ -12,7 +12,7 @@ from runtime.kernels.w4a16.tile import WIDE_BLOCK_K, Tile, share_out
 
 PIECE_ROWS, PIECES = 64, 4
 """Rows of gate and of up that lie together in a tile, by turns, and how often they do."""
-_KINDS: dict[str | None, int] = {None: 1, "silu": 2, "gelu": 4, "gelu_tanh": 8}
+_KINDS: dict[str | None, int] = {None: 1, "adds": 2, "silu": 4, "gelu": 8, "gelu_tanh": 16}
 
 
 def serves(weight: W4A16Weight) -> bool:
@@ -35,9 +35,10 @@ def gates(num_rows: int, weight: W4A16Weight, tile: Tile, num_sms: int) -> bool:
 
 def launch_wide(
     x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, tile: Tile,
-    act: str | None = None,
+    act: str | None = None, *, adds: bool = False,
 ) -> None:  # fmt: skip
-    """Fill `out` [T, out], or with `act` [T, out / 2]; a tile and a weight as `gates` has them."""
+    """Fill `out` [T, out], or add to it with `adds`, or with `act` fill [T, out / 2]; a tile and a
+    weight as `gates` has them."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -73,7 +74,7 @@ def launch_wide(
         BLOCK_N=tile.block_n,
         PER_BLOCK=max(weight.groups_per_block, 1),
         MAX_PARTS=shares.max_parts,
-        ACT=_KINDS[act],
+        ACT=_KINDS["adds" if adds else act],
         STAGES=tile.num_stages,
         PDL=target.has_pdl,
         num_warps=4,

@@ -33,7 +33,7 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 CONSUMERS = gl.constexpr(2)
-PLAIN, SILU, GELU, GELU_TANH = (gl.constexpr(kind) for kind in (1, 2, 4, 8))
+PLAIN, ADDS, SILU, GELU, GELU_TANH = (gl.constexpr(kind) for kind in (1, 2, 4, 8, 16))
 
 
 @gluon.jit
@@ -156,6 +156,15 @@ def _gated(acc, dtype: gl.constexpr, ACT: gl.constexpr):
 
 
 @gluon.jit
+def _store(pointers, y, ok, ACT: gl.constexpr):
+    """`y` to memory, or added to what is there: both rounded, as two kernels would have it."""
+    if ACT == ADDS:
+        there = gl.load(pointers, mask=ok, other=0.0, cache_modifier=".cg")
+        y = (y.to(gl.float32) + there.to(gl.float32)).to(y.dtype)
+    gl.store(pointers, y, mask=ok)
+
+
+@gluon.jit
 def _store_part(acc, out_ptr, bias_ptr, n, m, M, N, ACT: gl.constexpr, OUT: gl.constexpr):
     """acc [R, BLOCK_M] + bias to out [M, N], from weight row `n` and input row `m` on; with ACT
     half the rows are gate's and half are up's."""
@@ -163,12 +172,12 @@ def _store_part(acc, out_ptr, bias_ptr, n, m, M, N, ACT: gl.constexpr, OUT: gl.c
     if bias_ptr is not None:
         at = n + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         acc += gl.load(bias_ptr + at, mask=at < N, other=0.0).to(gl.float32)[:, None]
-    y = acc.to(dtype) if ACT == PLAIN else _gated(acc, dtype, ACT)
+    y = acc.to(dtype) if ACT <= ADDS else _gated(acc, dtype, ACT)
     y = gl.convert_layout(gl.permute(y, (1, 0)), OUT)
     rows = n + gl.arange(0, y.shape[1], gl.SliceLayout(0, OUT))
     cols = m + gl.arange(0, y.shape[0], gl.SliceLayout(1, OUT))
     at = cols.to(gl.int64)[:, None] * N + rows[None, :]
-    gl.store(out_ptr + at, y, mask=(cols < M)[:, None] & (rows < N)[None, :])
+    _store(out_ptr + at, y, (cols < M)[:, None] & (rows < N)[None, :], ACT)
 
 
 @gluon.jit
@@ -232,7 +241,7 @@ def _add_up(
     """This program's chunks of a shared tile: wait until all parts are there, add, store."""
     SIZE: gl.constexpr = BLOCK_M * BLOCK_N
     ROWS: gl.constexpr = BLOCK_N // CONSUMERS
-    WIDTH: gl.constexpr = ROWS if ACT == PLAIN else ROWS // 2
+    WIDTH: gl.constexpr = ROWS if ACT <= ADDS else ROWS // 2
     LANES: gl.constexpr = WIDTH // 4
     CHUNK: gl.constexpr = BLOCK_M // MAX_PARTS
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -251,12 +260,12 @@ def _add_up(
         if bias_ptr is not None:
             total += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
         y = total.to(dtype)
-        if ACT != PLAIN:
+        if ACT > ADDS:
             up = _sum_parts(slots, at + WIDTH, count, SIZE, MAX_PARTS).to(dtype)
             y = (_activate(y.to(gl.float32), ACT) * up.to(gl.float32)).to(dtype)
         m = tile % num_m_tiles * BLOCK_M + chunk * CHUNK + inner_m
         out = out_ptr + m.to(gl.int64)[:, None] * N + n[None, :]
-        gl.store(out, y, mask=(m < M)[:, None] & (n < N)[None, :])
+        _store(out, y, (m < M)[:, None] & (n < N)[None, :], ACT)
     barrier()
     _count_up(counter, 2 * count - 1)
 
@@ -307,7 +316,7 @@ def _consume(
             mbarrier.arrive(empty.index(stage), count=1)
         if MAX_PARTS == 1 or end - begin == num_kb:
             n = tile // num_m_tiles * BLOCK_N + FIRST
-            if ACT != PLAIN:
+            if ACT > ADDS:
                 n = n // 2
             _store_part(acc, out_ptr, bias_ptr, n, tile % num_m_tiles * BLOCK_M, M, N, ACT, OUT)
         else:
