@@ -30,8 +30,8 @@ PREFILL_TYPES = {**TYPES, "starts_ptr": "*i32", "first_span": "i32", "num_spans"
 POOLS = {"plain": "*bf16", "fp8": "*u8", "int8": "*i8"}
 DECODE_POOLS = {"plain": "*bf16", "fp8": "*i16", "int8": "*i16"}
 OTHER_CARDS = {
-    "sm80": {"PDL": False, "PREFETCH": 0},
-    "gfx942": {"PDL": False, "PREFETCH": 0, "USE_PTX": False},
+    "sm80": {"PDL": False},
+    "gfx942": {"PDL": False, "USE_PTX": False},
 }
 FEWER_BITS = {name: {**values, "KV": "fp8_bits"} for name, values in OTHER_CARDS.items()}
 
@@ -78,7 +78,6 @@ def decode(
         "SPLITS": splits,
         "MIN_TILES": 8,
         "MERGE": 8,
-        "PREFETCH": 0 if splits else 4,
         "PDL": True,
     }
     return CompileCase(
@@ -109,11 +108,7 @@ def prefill(name: str, *, kv: str = "plain", windowed: bool = False, **options: 
             "UNIFORM": windowed,
         },
         overrides={
-            card: {
-                key: value
-                for key, value in {**values, **small}.items()
-                if key not in ("PDL", "PREFETCH")
-            }
+            card: {key: value for key, value in {**values, **small}.items() if key != "PDL"}
             for card, values in other.items()
         },
         aligned=("q_stride",),

@@ -30,7 +30,6 @@ from runtime.kernels.attention.kernel_parts import (
     block_ids,
     join_warps,
     outer_scales,
-    prefetch_tiles,
 )
 
 
@@ -324,16 +323,12 @@ def decode_kernel(
     MIN_TILES: tl.constexpr,
     MERGE: tl.constexpr,
     WARPS: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
     """out [S, H * D] = attention of the S decodes; see the module's docstring.
 
     pool: the plain pool, or an 8-bit one as 16-bit words.
-    PREFETCH: units of a program that are asked into L2 before the kernel ahead (which writes the
-        queries and the last token's keys) has ended.
-
     partials: weighted values [num_slots, G, D]; sums: (m, l) [num_slots, G, 2], m in log2 units.
     """
     if PDL:
@@ -359,12 +354,6 @@ def decode_kernel(
         p, unit, stop, start, seq_len, window, least, num_larger, part, KV_HEADS, TILE, WINDOWED,
         SPLITS, MIN_TILES,
     )  # fmt: skip
-    if PREFETCH:
-        prefetch_tiles(
-            pool_ptr, tables_ptr + s.to(tl.int64) * table_stride, head, tile,
-            tl.where(unit < stop, num_tiles, 0), seq_len, KV_HEADS,
-            HEAD_DIM if KV == "plain" else HEAD_DIM // 2, BLOCK_SIZE, TILE, PREFETCH,
-        )  # fmt: skip
     while unit < stop:
         if num_tiles > 0:
             low = 0

@@ -13,20 +13,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _prefetch_l2(pointers, num_bytes, mask):
-    """Ask for `num_bytes` (a multiple of 16) at each pointer whose mask holds (sm_90 and up)."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $2, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [pointers.to(tl.uint64), mask.to(tl.int32), num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def outer_scales(head_scales_ptr, head, scale, KV_HEADS: tl.constexpr, KV: tl.constexpr):
     """What scores are multiplied by to become powers of two, and what undoes the values' scale."""
     qk_scale = scale * LOG2_E
@@ -89,38 +75,6 @@ def pool_rows(blocks_N, keys_N, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.con
     int32: rows are D times fewer than elements, which need 64 bits.
     """
     return blocks_N * (2 * KV_HEADS * BLOCK_SIZE) + head * BLOCK_SIZE + keys_N % BLOCK_SIZE
-
-
-@triton.jit
-def prefetch_tiles(
-    pool_ptr,
-    table_ptr,
-    head,
-    tile,
-    num_tiles,
-    seq_len,
-    KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """Ask the keys and values of `num_tiles` tiles, LIMIT at most, into the L2.
-
-    WIDTH: elements of a row of the pool. The step's own token may be among them: the L2 holds one
-    copy of everything, so what is written to it later is what is read later.
-    """
-    PIECE: tl.constexpr = min(TILE, BLOCK_SIZE)
-    PIECES: tl.constexpr = TILE // PIECE
-    NUM_BYTES: tl.constexpr = PIECE * WIDTH * (pool_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    i = tl.arange(0, 2 * PIECES * LIMIT)
-    keys_I = tile * TILE + i // 2 * PIECE
-    is_I = (i < 2 * PIECES * num_tiles) & (keys_I < seq_len)
-    rows_I = pool_rows(
-        block_ids(table_ptr, keys_I, seq_len, BLOCK_SIZE), keys_I, head, KV_HEADS, BLOCK_SIZE
-    )
-    rows_I += i % 2 * (KV_HEADS * BLOCK_SIZE)
-    _prefetch_l2(pool_ptr + rows_I.to(tl.int64) * WIDTH, NUM_BYTES, is_I)
 
 
 @triton.jit

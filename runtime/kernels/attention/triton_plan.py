@@ -32,7 +32,6 @@ _HOPPER_KEYS = 128
 class DecodeTile:
     """Keys per tile, how programs are built, how many there are, least keys worth a program.
 
-    prefetch: tiles of a program that are asked into L2 before its inputs are there.
     slack: by how many tiles a program may do more than its fair share, so as to do one part of one
         head and no more.
     """
@@ -43,7 +42,6 @@ class DecodeTile:
     programs_per_sm: int
     min_tiles: int
     merge: int = 8
-    prefetch: int = 0
     slack: int = 0
 
 
@@ -321,7 +319,6 @@ def _decode(
         SPLITS=_SPLITS if batch.deterministic else 0,
         MIN_TILES=_SPLIT_TOKENS // tile.keys,
         MERGE=tile.merge,
-        PREFETCH=tile.prefetch if plan.target.has_pdl else 0,
         WARPS=tile.num_warps,
         PDL=plan.target.has_pdl,
         num_warps=tile.num_warps,
