@@ -47,6 +47,7 @@ def _serves(weight: W4A16Weight, target: KernelTarget) -> bool:
     return (
         target.arch == 90
         and weight.group_size == BLOCK_K
+        and weight.num_blocks % 2 == 0
         and weight.zero_point is None
         and weight.scale.dtype == weight.dtype
     )

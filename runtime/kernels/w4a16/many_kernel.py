@@ -2,13 +2,13 @@
 
 One warp feeds stages of shared memory through the copy engine (TMA); two warpgroups, which share
 the inputs but no barrier, each own 64 rows of either half of a tile's weights and unpack them into
-operand A's registers: while one unpacks, the other multiplies. So weights cross memory as codes and
-never exist dequantized, which a card at its power limit feels more than the unpacking. A gate's
-row and its up's meet in one thread.
+operand A's registers: while one unpacks or stores, the other multiplies. So weights cross memory
+as codes and never exist dequantized, which a card at its power limit feels more than the unpacking.
+A gate's row and its up's meet in one thread.
 
 Codes, scales and the arithmetic are `kernel.py`'s with SCALING "weights": a weight is
 (code - 8) * scale, rounded to the compute type, as `pack.unpack_w4a16` has it. Serves symmetric
-weights with one group per K-block of 128 and 16-bit scales, K a multiple of 128.
+weights with one group per K-block of 128 and 16-bit scales, an even number of K-blocks.
 
 Imports triton; `runtime.kernels.w4a16.many` imports this only where it launches.
 """
@@ -157,7 +157,7 @@ def _silu(x):
 
 @gluon.jit
 def _consume(
-    x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr,
+    x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr,
     M, width, num_kb, num_m_tiles, num_n_tiles, group_m, program, programs, end,
     WHO: gl.constexpr, GATED: gl.constexpr, ONTO: gl.constexpr,
 ):  # fmt: skip
@@ -169,6 +169,8 @@ def _consume(
     A: gl.constexpr = gl.DotOperandLayout(0, C, 2)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
+    if WHO == 1:  # so that one has products to run while the other stores a tile
+        mbarrier.wait(go.index(0), 0)
     mbarrier.wait(full.index(0), 0)
     words = _load_words(code_bufs, 0, FIRST, A)
     scale = _load_scale(scale_bufs, 0, FIRST, A)
@@ -178,34 +180,53 @@ def _consume(
     while unit < end:
         acc = gl.zeros([64, BLOCK_M], gl.float32, C)
         more = acc
-        for u in range(unit, unit + num_kb):
-            # A product runs while the weights of the one after it are unpacked: a barrier and words
-            # read behind it keep ptxas from unpacking between the product's instructions. None may
-            # run on into the next iteration: ptxas would then wait for every single instruction.
+        for u in range(unit, unit + num_kb, 2):
+            # Products run while the weights of the ones after them are unpacked; what is waited for
+            # lies two products back. A barrier, and words read behind it, keep ptxas from
+            # unpacking between the instructions of one product. None may run on into the next
+            # iteration: ptxas would then wait for every single instruction.
             stage = u % STAGES
             x_low = x_bufs.index(2 * stage).permute((1, 0))
             x_high = x_bufs.index(2 * stage + 1).permute((1, 0))
-            acc = warpgroup_mma(w, x_low, acc, is_async=True)
+            sums = warpgroup_mma(w, x_low, acc, is_async=True)
             barrier()
             w_2 = _unpack_half(_load_words(code_bufs, 2 * stage + 1, FIRST, A), scale_2, 0, A)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            more = warpgroup_mma(w_2, x_low, more, is_async=True)
+            sums_2 = warpgroup_mma(w_2, x_low, more, is_async=True)
             barrier()
-            w = _unpack_half(_load_words(code_bufs, 2 * stage, FIRST, A), scale, 1, A)
-            more = warpgroup_mma_wait(0, deps=(more,))
-            acc = warpgroup_mma(w, x_high, acc, is_async=True)
+            w_3 = _unpack_half(_load_words(code_bufs, 2 * stage, FIRST, A), scale, 1, A)
+            sums = warpgroup_mma(w_3, x_high, sums, is_async=True)
             barrier()
-            w_2 = _unpack_half(_load_words(code_bufs, 2 * stage + 1, FIRST, A), scale_2, 1, A)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            more = warpgroup_mma(w_2, x_high, more, is_async=True)
-            ahead = u + 1
+            w_4 = _unpack_half(_load_words(code_bufs, 2 * stage + 1, FIRST, A), scale_2, 1, A)
+            sums_2 = warpgroup_mma(w_4, x_high, sums_2, is_async=True)
+            second = (u + 1) % STAGES
+            mbarrier.wait(full.index(second), (u + 1) // STAGES & 1)
+            scale = _load_scale(scale_bufs, 2 * second, FIRST, A)
+            scale_2 = _load_scale(scale_bufs, 2 * second + 1, FIRST, A)
+            y_low = x_bufs.index(2 * second).permute((1, 0))
+            y_high = x_bufs.index(2 * second + 1).permute((1, 0))
+            sums, sums_2 = warpgroup_mma_wait(2, deps=(sums, sums_2))
+            w_5 = _unpack_half(_load_words(code_bufs, 2 * second, FIRST, A), scale, 0, A)
+            sums = warpgroup_mma(w_5, y_low, sums, is_async=True)
+            barrier()
+            w_6 = _unpack_half(_load_words(code_bufs, 2 * second + 1, FIRST, A), scale_2, 0, A)
+            sums_2 = warpgroup_mma(w_6, y_low, sums_2, is_async=True)
+            sums, sums_2 = warpgroup_mma_wait(2, deps=(sums, sums_2))
+            mbarrier.arrive(empty.index(stage), count=1)
+            if WHO == 0:
+                mbarrier.arrive(go.index(0), count=1, pred=u == 0)
+            w_7 = _unpack_half(_load_words(code_bufs, 2 * second, FIRST, A), scale, 1, A)
+            sums = warpgroup_mma(w_7, y_high, sums, is_async=True)
+            barrier()
+            w_8 = _unpack_half(_load_words(code_bufs, 2 * second + 1, FIRST, A), scale_2, 1, A)
+            sums_2 = warpgroup_mma(w_8, y_high, sums_2, is_async=True)
+            ahead = u + 2
             after = ahead % STAGES
             mbarrier.wait(full.index(after), ahead // STAGES & 1, pred=ahead < end)
             scale = _load_scale(scale_bufs, 2 * after, FIRST, A)
             scale_2 = _load_scale(scale_bufs, 2 * after + 1, FIRST, A)
             w = _unpack_half(_load_words(code_bufs, 2 * after, FIRST, A), scale, 0, A)
-            more = warpgroup_mma_wait(0, deps=(more,))
-            mbarrier.arrive(empty.index(stage), count=1)
+            acc, more = warpgroup_mma_wait(0, deps=(sums, sums_2))
+            mbarrier.arrive(empty.index(second), count=1)
         n_tile, m_tile = _place(
             program + unit // num_kb * programs, num_m_tiles, num_n_tiles, group_m
         )
@@ -227,66 +248,66 @@ def _consume(
 
 @gluon.jit
 def _first_plain(
-    x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr,
+    x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr,
     M, width, num_kb, num_m_tiles, num_n_tiles, group_m, program, programs, end,
 ):  # fmt: skip
     _consume(
-        x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr, M, width, num_kb,
+        x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr, M, width, num_kb,
         num_m_tiles, num_n_tiles, group_m, program, programs, end, 0, False, False,
     )  # fmt: skip
 
 
 @gluon.jit
 def _second_plain(
-    x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr,
+    x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr,
     M, width, num_kb, num_m_tiles, num_n_tiles, group_m, program, programs, end,
 ):  # fmt: skip
     _consume(
-        x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr, M, width, num_kb,
+        x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr, M, width, num_kb,
         num_m_tiles, num_n_tiles, group_m, program, programs, end, 1, False, False,
     )  # fmt: skip
 
 
 @gluon.jit
 def _first_gated(
-    x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr,
+    x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr,
     M, width, num_kb, num_m_tiles, num_n_tiles, group_m, program, programs, end,
 ):  # fmt: skip
     _consume(
-        x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr, M, width, num_kb,
+        x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr, M, width, num_kb,
         num_m_tiles, num_n_tiles, group_m, program, programs, end, 0, True, False,
     )  # fmt: skip
 
 
 @gluon.jit
 def _second_gated(
-    x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr,
+    x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr,
     M, width, num_kb, num_m_tiles, num_n_tiles, group_m, program, programs, end,
 ):  # fmt: skip
     _consume(
-        x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr, M, width, num_kb,
+        x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr, M, width, num_kb,
         num_m_tiles, num_n_tiles, group_m, program, programs, end, 1, True, False,
     )  # fmt: skip
 
 
 @gluon.jit
 def _first_onto(
-    x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr,
+    x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr,
     M, width, num_kb, num_m_tiles, num_n_tiles, group_m, program, programs, end,
 ):  # fmt: skip
     _consume(
-        x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr, M, width, num_kb,
+        x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr, M, width, num_kb,
         num_m_tiles, num_n_tiles, group_m, program, programs, end, 0, False, True,
     )  # fmt: skip
 
 
 @gluon.jit
 def _second_onto(
-    x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr,
+    x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr,
     M, width, num_kb, num_m_tiles, num_n_tiles, group_m, program, programs, end,
 ):  # fmt: skip
     _consume(
-        x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr, M, width, num_kb,
+        x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr, M, width, num_kb,
         num_m_tiles, num_n_tiles, group_m, program, programs, end, 1, False, True,
     )  # fmt: skip
 
@@ -335,6 +356,8 @@ def many_kernel(
         scale_desc.dtype, [2 * STAGES] + scale_desc.block_shape, scale_desc.layout
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    go = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(go.index(0), count=1)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -342,7 +365,7 @@ def many_kernel(
     fence_async_shared()
     barrier()
     shared = (
-        x_bufs, code_bufs, scale_bufs, full, empty, out_ptr, bias_ptr,
+        x_bufs, code_bufs, scale_bufs, full, empty, go, out_ptr, bias_ptr,
         M, width, num_kb, num_m_tiles, num_n_tiles, group_m, program, programs, end,
     )  # fmt: skip
     fed = (
