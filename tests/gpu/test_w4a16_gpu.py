@@ -23,6 +23,7 @@ from runtime.kernels.w4a16 import (
 from runtime.kernels.w4a16.launch import launch
 from runtime.kernels.w4a16.slices import dequantized
 from runtime.kernels.w4a16.tile import Tile
+from runtime.kernels.w4a16.wide import launch_wide
 from runtime.kernels.workspace import KernelOptions, Workspace
 
 pytestmark = [
@@ -279,3 +280,17 @@ def test_wide_gates_with_the_bits_of_two_steps(options: KernelOptions, act: Acti
         x_TK = torch.randn(num_rows, 1024, dtype=torch.bfloat16, device="cuda")
         expected = gate(launch(x_TK, packed, None, WIDE), act)
         assert torch.equal(launch(x_TK, packed, None, WIDE, act), expected)
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_rows", [40, 300])
+def test_wide_adds_with_the_bits_of_two_steps(options: KernelOptions, num_rows: int) -> None:
+    """Onto a residual, by whole tiles and by shared ones."""
+    for shape in [(1024, 512), (1024, 4096)]:
+        weight = random_weight(shape, 128, True, torch.bfloat16)
+        packed = pack_w4a16(weight, torch.bfloat16, torch.device("cuda"), options)
+        x_TK = torch.randn(num_rows, shape[1], dtype=torch.bfloat16, device="cuda")
+        sum_TN = torch.randn(num_rows, shape[0], dtype=torch.bfloat16, device="cuda")
+        expected = sum_TN + launch(x_TK, packed, None, WIDE)
+        launch_wide(x_TK, packed, None, sum_TN, WIDE, adds=True)
+        assert torch.equal(sum_TN, expected)

@@ -17,7 +17,7 @@ from runtime.kernels.w4a16.pack import (
 )
 from runtime.kernels.w4a16.reference import w4a16_linear_reference
 from runtime.kernels.w4a16.tile import Tile, choose, rule
-from runtime.kernels.w4a16.wide import gates, serves
+from runtime.kernels.w4a16.wide import gates, launch_wide, serves
 
 __all__ = [
     "W4A16Weight",
@@ -47,12 +47,16 @@ def w4a16_linear(x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None = None) 
 def w4a16_can_add(x_TK: Tensor, weight: W4A16Weight) -> bool:
     """Whether `w4a16_add_` serves: for many rows, where it saves reading the sum again."""
     tile = _tile(x_TK, weight)
-    return tile is not None and tile.kernel == "dense"
+    return tile is not None and tile.kernel in ("dense", "wide")
 
 
 def w4a16_add_(sum_TN: Tensor, x_TK: Tensor, weight: W4A16Weight) -> None:
     """sum_TN [T, out] += the product with x_TK [T, in]; `w4a16_can_add` must have said yes."""
-    multiply_many(x_TK.contiguous(), weight, None, sum_TN, adds=True)
+    tile = _tile(x_TK, weight)
+    if tile is not None and tile.kernel == "wide":
+        launch_wide(x_TK.contiguous(), weight, None, sum_TN, tile, adds=True)
+    else:
+        multiply_many(x_TK.contiguous(), weight, None, sum_TN, adds=True)
 
 
 def w4a16_gate_up(x_TK: Tensor, weight: W4A16Weight, act: Activation) -> Tensor:

@@ -33,6 +33,8 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 CONSUMERS = gl.constexpr(2)
+CHUNK = gl.constexpr(16)
+"""Rows of inputs of a shared tile that are added up at a time."""
 PLAIN, ADDS, SILU, GELU, GELU_TANH = (gl.constexpr(kind) for kind in (1, 2, 4, 8, 16))
 
 
@@ -156,18 +158,9 @@ def _gated(acc, dtype: gl.constexpr, ACT: gl.constexpr):
 
 
 @gluon.jit
-def _store(pointers, y, ok, ACT: gl.constexpr):
-    """`y` to memory, or added to what is there: both rounded, as two kernels would have it."""
-    if ACT == ADDS:
-        there = gl.load(pointers, mask=ok, other=0.0, cache_modifier=".cg")
-        y = (y.to(gl.float32) + there.to(gl.float32)).to(y.dtype)
-    gl.store(pointers, y, mask=ok)
-
-
-@gluon.jit
 def _store_part(acc, out_ptr, bias_ptr, n, m, M, N, ACT: gl.constexpr, OUT: gl.constexpr):
-    """acc [R, BLOCK_M] + bias to out [M, N], from weight row `n` and input row `m` on; with ACT
-    half the rows are gate's and half are up's."""
+    """acc [R, BLOCK_M] + bias to out [M, N], from weight row `n` and input row `m` on. ADDS: onto
+    what is there, either rounded. With an activation half the rows are gate's, half up's."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
         at = n + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
@@ -177,7 +170,11 @@ def _store_part(acc, out_ptr, bias_ptr, n, m, M, N, ACT: gl.constexpr, OUT: gl.c
     rows = n + gl.arange(0, y.shape[1], gl.SliceLayout(0, OUT))
     cols = m + gl.arange(0, y.shape[0], gl.SliceLayout(1, OUT))
     at = cols.to(gl.int64)[:, None] * N + rows[None, :]
-    _store(out_ptr + at, y, (cols < M)[:, None] & (rows < N)[None, :], ACT)
+    ok = (cols < M)[:, None] & (rows < N)[None, :]
+    if ACT == ADDS:
+        there = gl.load(out_ptr + at, mask=ok, other=0.0, cache_modifier=".cg")
+        y = (y.to(gl.float32) + there.to(gl.float32)).to(dtype)
+    gl.store(out_ptr + at, y, mask=ok)
 
 
 @gluon.jit
@@ -191,24 +188,19 @@ def _keep_part(acc, slot_ptr, FIRST: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _count_up(counter, limit):
-    """Once per warpgroup: a step of `counter` that nobody waits for; past `limit` comes zero.
-    Whoever sees it sees what this warpgroup stored before its last barrier."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0; "
-        "@p fence.acq_rel.gpu; @p red.relaxed.gpu.global.inc.u32 [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r", [counter.to(gl.uint64), limit], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def _count_up(counter, last):
+    """Says that this warpgroup has come here, and what it stored before its last barrier is there;
+    zero again after `last`."""
+    before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if before == last:
+        gl.store(counter, 0)
 
 
 @gluon.jit
 def _await(counter, count):
-    """Every thread waits until `counter` has come to `count`, and sees what was stored before."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 t; again: ld.acquire.gpu.global.u32 t, [$1]; "
-        "setp.lt.u32 p, t, $2; @p bra again; mov.u32 $0, 0; }",
-        "=r,l,r", [counter.to(gl.uint64), count], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    while arrived < count:
+        arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
 
 
 @gluon.jit
@@ -243,7 +235,6 @@ def _add_up(
     ROWS: gl.constexpr = BLOCK_N // CONSUMERS
     WIDTH: gl.constexpr = ROWS if ACT <= ADDS else ROWS // 2
     LANES: gl.constexpr = WIDTH // 4
-    CHUNK: gl.constexpr = BLOCK_M // MAX_PARTS
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     first, count = _sharers_of_tile(shared_tile, num_kb, num_sharers, num_shared)
@@ -254,8 +245,14 @@ def _add_up(
     tile = first_shared + shared_tile
     n = tile // num_m_tiles * (CONSUMERS * WIDTH) + WHO * WIDTH + inner_n
     slots = partials_ptr + (2 * first).to(gl.int64) * SIZE + WHO * ROWS
-    for chunk in range(program - first, MAX_PARTS, count):
+    for chunk in range(program - first, BLOCK_M // CHUNK, count):
         at = (chunk * CHUNK + inner_m)[:, None] * BLOCK_N + inner_n[None, :]
+        m = tile % num_m_tiles * BLOCK_M + chunk * CHUNK + inner_m
+        out = out_ptr + m.to(gl.int64)[:, None] * N + n[None, :]
+        ok = (m < M)[:, None] & (n < N)[None, :]
+        there = 0.0
+        if ACT == ADDS:
+            there = gl.load(out, mask=ok, other=0.0, cache_modifier=".cg").to(gl.float32)
         total = _sum_parts(slots, at, count, SIZE, MAX_PARTS)
         if bias_ptr is not None:
             total += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
@@ -263,9 +260,9 @@ def _add_up(
         if ACT > ADDS:
             up = _sum_parts(slots, at + WIDTH, count, SIZE, MAX_PARTS).to(dtype)
             y = (_activate(y.to(gl.float32), ACT) * up.to(gl.float32)).to(dtype)
-        m = tile % num_m_tiles * BLOCK_M + chunk * CHUNK + inner_m
-        out = out_ptr + m.to(gl.int64)[:, None] * N + n[None, :]
-        _store(out, y, (m < M)[:, None] & (n < N)[None, :], ACT)
+        if ACT == ADDS:
+            y = (y.to(gl.float32) + there).to(dtype)
+        gl.store(out, y, mask=ok)
     barrier()
     _count_up(counter, 2 * count - 1)
 
