@@ -62,10 +62,6 @@ class Tile:
         )
 
 
-WIDE = Tile(kernel="wide", block_m=128, block_n=256, num_stages=4)
-"""For any Hopper card: nothing about it depends on the number of multiprocessors."""
-
-
 def problem_of(shape: tuple[int, int], group_size: int | None) -> str:
     """The key of a weight in a tile table."""
     unit = f"g{group_size}" if group_size else "channel"

@@ -2,14 +2,14 @@
 
 What plain Triton cannot say: that the warps of a program do different things. Here a warp feeds
 stages of shared memory through the copy engine (TMA), and two warpgroups, which share the inputs
-but not a barrier, each own half of a tile's weight rows: while one unpacks, the other multiplies,
-and either has its next operand ready before its last product ends. Programs are as many as
-multiprocessors and share out all K-blocks of all tiles evenly; a tile that several share is added
-up by all of them, each a part, in the order of K.
+but not a barrier, each own half of a tile's weight rows: while one unpacks, the other multiplies.
+Programs are at most as many as multiprocessors. Each has as many whole tiles as the others; the
+K-blocks of the tiles left over are shared out evenly, and a tile that several share is added up by
+all of them, each a part, in the order of K.
 
 Codes, scales and the arithmetic are `kernel.py`'s with SCALING "weights": a weight is
-(code - 8) * scale, rounded to the compute type, as `pack.unpack_w4a16` has it. Serves symmetric
-weights with one group per K-block of 128 and 16-bit scales, K a multiple of 128.
+(code - zero point) * scale, rounded to the compute type, as `pack.unpack_w4a16` has it. Serves
+whatever lies in K-blocks of 128 with scales of the compute type.
 
 Imports triton; `runtime.kernels.w4a16.launch` imports this only where it launches.
 """
