@@ -43,6 +43,26 @@ def linears(schemes: tuple[str, ...]) -> Iterator[str]:
             yield f"{scheme} {n}x{k}"
 
 
+def many_rows() -> Iterator[str]:
+    """W4A16's kernels whose warps have roles, at row counts that fill no tile: alone, gating, and
+    adding. Below 513 rows only shapes of the card's table get them."""
+    from benchmarks.gpu_gemm import Bench
+    from runtime.kernels.w4a16 import w4a16_add_, w4a16_can_add, w4a16_gate_up, w4a16_linear
+    from runtime.kernels.workspace import KernelOptions, Workspace
+
+    device = torch.device("cuda")
+    for n, k in ((28672, 4096), (4096, 14336)):
+        options = KernelOptions(workspace=Workspace(device), deterministic=False)
+        weight = Bench("w4a16", n, k, device, options, 128).packed[0]
+        for m in (7, 40, 100, 250, 601):
+            x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+            w4a16_linear(x, weight)
+            w4a16_gate_up(x, weight, "silu")
+            if w4a16_can_add(x, weight):
+                w4a16_add_(torch.randn(m, n, device=device, dtype=torch.bfloat16), x, weight)
+        yield f"w4a16 {n}x{k}"
+
+
 def attentions() -> Iterator[str]:
     """Decodes and prefills of lengths that fill no block, in every KV type."""
     from benchmarks.gpu_attention import Bench, Case
@@ -86,6 +106,7 @@ def steps(folder: Path) -> Iterator[str]:
 
 PARTS: dict[str, Callable[[Path], Iterator[str]]] = {
     "w4": lambda _: linears(("w4a16",)),
+    "w4-many": lambda _: many_rows(),
     "w8": lambda _: linears(("w8a16", "w8a8", "fp8", "bf16")),
     "attention": lambda _: attentions(),
     "engine": steps,
