@@ -70,7 +70,8 @@ class Readiness:
         rows = (1, limits.max_num_seqs)
         self._steps.compile_steps(
             [(size, kind) for size in rows for kind in FIRST],
-            [*lengths, limits.max_num_batched_tokens],
+            # The largest have the kernels that take longest to compile.
+            sorted({*lengths, limits.max_num_batched_tokens}, reverse=True),
         )
 
     def run_worst_step(self) -> None:

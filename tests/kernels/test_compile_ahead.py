@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from runtime.kernels.compile_ahead import compiling_ahead
+from runtime.kernels.compile_ahead import WORTH_FORKING, compile_in_forks, compiling_ahead
 
 
 def test_launches_compile_here_and_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +40,102 @@ def test_an_error_within_puts_everything_back() -> None:
     with pytest.raises(KeyError), compiling_ahead(1):
         raise KeyError("within")
     assert JITFunction.run is plain
+
+
+class Compiler:
+    """Stands for Triton's: a kernel is a file in a folder, where whoever made it signs."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime import _async_compile, cache, jit
+        from triton.runtime.driver import driver
+
+        self.folder, self.done = folder, {}  # type: Path, dict[str, Any]
+        self._modes, self._run = _async_compile, jit.JITFunction
+        self.launchers = folder / "launchers"
+        manager = lambda key: SimpleNamespace(cache_dir=str(folder / key))  # noqa: E731
+        monkeypatch.setattr(cache, "get_cache_manager", manager)
+        active = SimpleNamespace(
+            get_current_device=lambda: 0, set_current_device=lambda device: None,
+            launcher_cls=lambda src, metadata: None,
+        )  # fmt: skip
+        monkeypatch.setattr(type(driver), "active", active, raising=False)
+
+    def launch(self, name: str, compile_it: Any = None) -> None:
+        from hashlib import sha256
+
+        place = self.folder / sha256(name.encode()).hexdigest()
+
+        def kernel() -> Any:
+            if not (place / "__grp__kernel.json").exists():
+                if compile_it is not None:
+                    compile_it()
+                place.mkdir(exist_ok=True)
+                (place / "__grp__kernel.json").write_text(str(os.getpid()))
+            signed = int((place / "__grp__kernel.json").read_text())
+            return SimpleNamespace(src=None, metadata=None, run=None, signed=signed)
+
+        mode = self._modes.active_mode.get()
+        finalize = lambda made: self.done.__setitem__(name, made.signed)  # noqa: E731
+        extra = [lambda *_: None] * (mode.submit.__code__.co_argcount - 4)  # 3.9 has a clean-up
+        mode.submit(name, kernel, finalize, *extra)
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    return Compiler(tmp_path, monkeypatch)
+
+
+def test_what_is_missing_is_compiled_by_forks_and_taken_from_disk(compiler: Compiler) -> None:
+    names = [str(i) for i in range(2 * WORTH_FORKING)]
+    with compiling_ahead(3):
+        for name in names:
+            compiler.launch(name)
+        assert not compiler.done
+    assert sorted(compiler.done) == names
+    assert os.getpid() not in compiler.done.values()
+
+
+def test_few_kernels_are_compiled_here(compiler: Compiler) -> None:
+    with compiling_ahead(3):
+        compiler.launch("one")
+    assert compiler.done == {"one": os.getpid()}
+
+
+def test_what_forks_cannot_compile_is_tried_here(compiler: Compiler) -> None:
+    here = os.getpid()
+
+    def fails_in_forks() -> None:
+        if os.getpid() != here:
+            raise RuntimeError("not in a fork")
+
+    def dies_in_forks() -> None:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def fails() -> None:
+        raise ValueError("never")
+
+    with compiling_ahead(2):
+        compiler.launch("failing", fails_in_forks)
+        compiler.launch("dying", dies_in_forks)
+        compiler.launch("never", fails)
+        for i in range(WORTH_FORKING):
+            compiler.launch(str(i))
+    assert compiler.done["failing"] == compiler.done["dying"] == here
+    assert "never" not in compiler.done
+    assert len(compiler.done) == 2 + WORTH_FORKING
+
+
+def test_forks_share_out_the_work(tmp_path: Path) -> None:
+    def job(number: int) -> Any:
+        def write() -> None:
+            with (tmp_path / str(number)).open("x") as file:
+                file.write(str(os.getpid()))
+            raise KeyError("whatever a compiler says")
+
+        return write
+
+    compile_in_forks([job(i) for i in range(300)], 3)
+    assert {int(path.name) for path in tmp_path.iterdir()} == set(range(300))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)

@@ -102,7 +102,7 @@ def _tiles_of_queries(
     """
     origin = tl.load(starts_ptr)
     spans_I = tl.zeros_like(tiles_I)
-    for i in tl.static_range(SEARCH_STEPS):
+    for i in range(SEARCH_STEPS):
         middle_I = spans_I + (1 << (SEARCH_STEPS - 1 - i))
         is_I = middle_I < num_spans
         first_I = (tl.load(starts_ptr + middle_I, mask=is_I, other=0) - origin) // BLOCK_Q
