@@ -35,6 +35,7 @@ from runtime.engine.startup import Startup, StartupClock
 from runtime.engine.step_plan import RunnerLimits
 from runtime.kernels import fast_launch
 from runtime.kernels.backend import uses_triton
+from runtime.kernels.compile_ahead import look_up_compiler
 from runtime.kernels.workspace import KernelOptions, Workspace
 from runtime.model.decoder import Decoder
 from runtime.model.kv_cache import KVCache
@@ -132,6 +133,8 @@ def _opened(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda":
         _let_segments_expand()
+        if uses_triton(device):
+            look_up_compiler()
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)

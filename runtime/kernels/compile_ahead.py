@@ -18,13 +18,29 @@ from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecu
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from threading import get_ident
+from threading import Thread, get_ident
 from typing import Any
+
+from runtime.kernels.fast_launch import LaunchTable
 
 # Few kernels at a time are compiled sooner than processes are made.
 WORTH_FORKING = 4
 # No kernel takes a tenth of it: whatever a fork hangs at, it does not outlive this.
 FORK_SECONDS = 120
+
+
+def look_up_compiler() -> Thread:
+    """Have Triton find out in another thread which version it is: it hashes itself, half a second
+    that is waited for by nobody if it lies beside other work."""
+
+    def look_up() -> None:
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+    thread = Thread(target=look_up, name="compiler", daemon=True)
+    thread.start()
+    return thread
 
 
 @contextmanager
@@ -39,11 +55,14 @@ def compiling_ahead(num_workers: int) -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     plain, here = JITFunction.run, get_ident()
-    jobs = _Jobs(num_workers)
+    jobs, seen = _Jobs(num_workers), _Seen()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        is_dry = warmup or get_ident() == here
-        return plain(self, *args, grid=grid, warmup=is_dry, **kwargs)
+        if get_ident() != here:
+            return plain(self, *args, grid=grid, warmup=warmup, **kwargs)
+        if seen.is_new(self, args, kwargs):
+            plain(self, *args, grid=grid, warmup=True, **kwargs)
+        return None
 
     with AsyncCompileMode(jobs, ignore_errors=True):
         JITFunction.run = compile_only
@@ -55,6 +74,24 @@ def compiling_ahead(num_workers: int) -> Iterator[None]:
         finally:
             JITFunction.run = plain
         jobs.run()
+
+
+class _Seen:
+    """The launches so far: a step has many alike, and Triton takes long to see that they are."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, LaunchTable] = {}
+        self._keys: set[Any] = set()
+
+    def is_new(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if id(function) not in self._tables:
+            self._tables[id(function)] = LaunchTable(function)
+        key = self._tables[id(function)].key(args, kwargs)
+        if key is None:
+            return True
+        is_new = (id(function), key) not in self._keys
+        self._keys.add((id(function), key))
+        return is_new
 
 
 class _Jobs(Executor):

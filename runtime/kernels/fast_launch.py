@@ -27,7 +27,7 @@ def install(device: torch.device) -> None:
     if getattr(plain_getitem, "__module__", None) == __name__:
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    tables: dict[int, _Table] = {}  # by id: a function's own hash is of its source
+    tables: dict[int, LaunchTable] = {}  # by id: a function's own hash is of its source
 
     def getitem(self: Any, grid: Any) -> Any:
         # Somebody else's run (compiling ahead) must see the launch.
@@ -35,7 +35,7 @@ def install(device: torch.device) -> None:
             return plain_getitem(self, grid)
         table = tables.get(id(self))
         if table is None:
-            table = tables[id(self)] = _Table(self)
+            table = tables[id(self)] = LaunchTable(self)
 
         def launch(*args: Any, **kwargs: Any) -> None:
             key = table.key(args, kwargs)
@@ -58,7 +58,7 @@ def install(device: torch.device) -> None:
     JITFunction.__getitem__ = getitem
 
 
-class _Table:
+class LaunchTable:
     """The compiled kernels of one Triton function, by key."""
 
     def __init__(self, function: Any) -> None:

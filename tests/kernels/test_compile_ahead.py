@@ -11,7 +11,19 @@ from typing import Any
 
 import pytest
 
-from runtime.kernels.compile_ahead import WORTH_FORKING, compile_in_forks, compiling_ahead
+from runtime.kernels.compile_ahead import (
+    WORTH_FORKING,
+    compile_in_forks,
+    compiling_ahead,
+    look_up_compiler,
+)
+
+
+def kernel_body(WHERE: Any) -> None:
+    """Never compiled: only its signature counts."""
+
+
+kernel_body.__annotations__ = {"WHERE": "tl.constexpr"}
 
 
 def test_launches_compile_here_and_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,9 +35,10 @@ def test_launches_compile_here_and_run_elsewhere(monkeypatch: pytest.MonkeyPatch
         launched.append((args[0], warmup))
 
     monkeypatch.setattr(JITFunction, "run", run)
-    kernel = object.__new__(JITFunction)
+    kernel = JITFunction(kernel_body)
     with compiling_ahead(2):
         kernel[(1,)]("here")
+        kernel[(2,)]("here")
         other = Thread(target=lambda: kernel[(1,)]("elsewhere"))
         other.start()
         other.join()
@@ -40,6 +53,14 @@ def test_an_error_within_puts_everything_back() -> None:
     with pytest.raises(KeyError), compiling_ahead(1):
         raise KeyError("within")
     assert JITFunction.run is plain
+
+
+def test_the_compiler_is_looked_up_beside_other_work() -> None:
+    from triton.runtime.cache import triton_key
+
+    thread = look_up_compiler()
+    thread.join()
+    assert triton_key.cache_info().currsize
 
 
 class Compiler:
