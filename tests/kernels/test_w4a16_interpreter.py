@@ -129,28 +129,6 @@ def nan_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-GATED = [
-    (3, Tile(kernel="few", block_m=8, block_n=32, num_warps=2, k_blocks=1)),
-    (9, Tile(kernel="few", block_m=16, block_n=64, num_warps=4, row_warps=4, split_k=2)),
-    (3, Tile(kernel="warp", block_m=8, block_n=32, num_warps=2)),
-    (5, Tile(kernel="tile", block_m=16, block_n=64, split_k=2)),
-]
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "tile"), GATED, ids=["few", "few-split", "warp", "tile-split"]
-)
-def test_gated_product_has_the_bits_of_two_steps(
-    num_rows: int, tile: Tile, nan_empty: None
-) -> None:
-    torch.manual_seed(0)
-    packed = pack_w4a16(random_weight(192, 128, 64, False), torch.float16, CPU, KernelOptions())
-    x_TK = torch.randn(num_rows, 128, dtype=torch.float16)
-    assert tile.can_gate(192)
-    expected = gate(launch(x_TK, packed, None, tile).float(), "silu").half()
-    assert torch.equal(launch(x_TK, packed, None, tile, "silu"), expected)
-
-
 def test_gated_product_without_triton() -> None:
     packed = pack_w4a16(random_weight(64, 64, 64, True), torch.float16, CPU, KernelOptions())
     x_TK = torch.randn(4, 64, dtype=torch.float16)

@@ -25,7 +25,6 @@ from runtime.kernels.w4a16.kernel_parts import (
     add_splits,
     excess,
     offset_of,
-    tile_rows,
     unpack_plane,
     write_tile,
 )
@@ -74,23 +73,19 @@ def side_by_side(tiles, COUNT: tl.constexpr):
 
 
 @triton.jit
-def sixteen_of(tile, i, N, ALL: tl.constexpr, ACT: tl.constexpr):
-    """Which sixteen rows are the i-th of ALL of this program: of N rows, or half of each half."""
-    sixteen = tile * ALL + i
-    if ACT is not None:
-        sixteen = tile * (ALL // 2) + i % (ALL // 2) + i // (ALL // 2) * (N // (2 * ROWS))
-    return tl.minimum(sixteen, tl.cdiv(N, ROWS) - 1).to(tl.int64)
+def sixteen_of(tile, i, N, ALL: tl.constexpr):
+    """Which sixteen of N rows are the i-th of ALL of this program."""
+    return tl.minimum(tile * ALL + i, tl.cdiv(N, ROWS) - 1).to(tl.int64)
 
 
 @triton.jit
 def pointers_of(
-    pointers, tile, across, N, per_sixteen, TILES: tl.constexpr, ACROSS: tl.constexpr,
-    ACT: tl.constexpr,
+    pointers, tile, across, N, per_sixteen, TILES: tl.constexpr, ACROSS: tl.constexpr
 ):  # fmt: skip
     """`pointers` moved to each of a warp's TILES sixteens."""
     moved = ()
     for r in tl.static_range(TILES):
-        sixteen = sixteen_of(tile, across * TILES + r, N, TILES * ACROSS, ACT)
+        sixteen = sixteen_of(tile, across * TILES + r, N, TILES * ACROSS)
         moved = moved + (pointers + sixteen * per_sixteen,)
     return moved
 
@@ -98,14 +93,14 @@ def pointers_of(
 @triton.jit
 def prefetch_step(
     codes_ptr, tile, kb, kb_end, num_kb, N, STEP: tl.constexpr, TILES: tl.constexpr,
-    WARPS: tl.constexpr, ACROSS: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr,
+    WARPS: tl.constexpr, ACROSS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Ask the words that `load_words` will load at `kb` into L2, a line of 128 bytes at a time."""
     BLOCK: tl.constexpr = ROWS * WIDTH
     warp = tl.arange(0, WARPS)[:, None, None]
     i = warp % ACROSS * TILES + tl.arange(0, TILES)[None, :, None]
     line = tl.arange(0, BLOCK // 64)[None, None, :] * 64
-    at = codes_ptr + sixteen_of(tile, i, N, TILES * ACROSS, ACT) * num_kb * BLOCK + line
+    at = codes_ptr + sixteen_of(tile, i, N, TILES * ACROSS) * num_kb * BLOCK + line
     for j in tl.static_range(STEP):
         block = tl.minimum(kb + j * (WARPS // ACROSS) + warp // ACROSS, kb_end - 1)
         tl.inline_asm_elementwise(
@@ -254,7 +249,6 @@ def few_rows(
     WHOLE: tl.constexpr,
     ONCE: tl.constexpr,
     PREFETCH: tl.constexpr,
-    ACT: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -285,7 +279,7 @@ def few_rows(
     along = warp // ACROSS
     codes = codes_ptr + (along * (ROWS * WIDTH) + row * WIDTH + k)
     across = warp % ACROSS if ACROSS > 1 else 0
-    codes = pointers_of(codes, tile, across, N, num_kb * (ROWS * WIDTH), TILES, ACROSS, ACT)
+    codes = pointers_of(codes, tile, across, N, num_kb * (ROWS * WIDTH), TILES, ACROSS)
     _, m = axes(WARPS, BLOCK_M, STAGED)
     m = tl.minimum(m, M - 1)  # sums of rows that are not there are not stored
     x = x_ptr + (m.to(tl.int64) * K + along * BLOCK_K + k)
@@ -293,10 +287,10 @@ def few_rows(
     group = team * (GROUPS * ROWS) + tl.arange(0, 16)[None, :]
     across = (tl.arange(0, WARPS) % ACROSS)[:, None] if ACROSS > 1 else 0
     per_sixteen = (num_kb * GROUPS if GROUPS > 0 else 1) * ROWS
-    scales = pointers_of(scale_ptr + group, tile, across, N, per_sixteen, TILES, ACROSS, ACT)
+    scales = pointers_of(scale_ptr + group, tile, across, N, per_sixteen, TILES, ACROSS)
     zeros = scales
     if not SYMMETRIC:
-        zeros = pointers_of(zero_ptr + group, tile, across, N, per_sixteen, TILES, ACROSS, ACT)
+        zeros = pointers_of(zero_ptr + group, tile, across, N, per_sixteen, TILES, ACROSS)
 
     words = ()
     if not STAGED:
@@ -313,7 +307,7 @@ def few_rows(
         for turn in tl.static_range(PREFETCH):
             here = kb_begin + (turn if STAGED else turn + 1) * TURN
             prefetch_step(
-                codes_ptr, tile, here, kb_end, num_kb, N, STEP, TILES, WARPS, ACROSS, WIDTH, ACT
+                codes_ptr, tile, here, kb_end, num_kb, N, STEP, TILES, WARPS, ACROSS, WIDTH
             )
     if PDL:
         gdc_wait()
@@ -337,7 +331,7 @@ def few_rows(
             if PREFETCH > 0 and not STAGED:
                 prefetch_step(
                     codes_ptr, tile, then + PREFETCH * TURN, kb_end, num_kb, N, STEP, TILES, WARPS,
-                    ACROSS, WIDTH, ACT,
+                    ACROSS, WIDTH,
                 )  # fmt: skip
             if AHEAD:
                 now, now_s, now_z = words, s, z
@@ -365,11 +359,11 @@ def few_rows(
     ROWS_HERE: tl.constexpr = 16 * TILES * ACROSS
     y = tl.reshape(side_by_side(acc, TILES), [DEEP, ROWS_HERE, BLOCK_M])
     y = tl.sum(y, axis=0)
-    rows = tile_rows(tile, N, ROWS_HERE, ACT)
+    rows = tile * ROWS_HERE + tl.arange(0, ROWS_HERE)
     m = tl.arange(0, BLOCK_M)
     if SPLIT_K == 1:
-        write_tile(y, bias_ptr, out_ptr, tile, rows, m, M, N, ACT)
+        write_tile(y, bias_ptr, out_ptr, rows, m, M, N)
     else:
         y, is_last = add_splits(y, partials_ptr, counters_ptr, tile, split, SPLIT_K)
         if is_last:
-            write_tile(y, bias_ptr, out_ptr, tile, rows, m, M, N, ACT)
+            write_tile(y, bias_ptr, out_ptr, rows, m, M, N)

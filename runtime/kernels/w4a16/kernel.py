@@ -28,7 +28,6 @@ from runtime.kernels.w4a16.kernel_parts import (
     load_staged_groups,
     offset_of,
     prefetch_rows,
-    tile_rows,
     unpack_plane,
     unpack_run,
     write_tile,
@@ -63,7 +62,6 @@ def tile_kernel(
     EVEN_N: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH_KB: tl.constexpr,
-    ACT: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -94,7 +92,7 @@ def tile_kernel(
             kb_begin = split * num_kb // SPLIT_K
             kb_end = (split + 1) * num_kb // SPLIT_K
 
-    rows = tile_rows(tile // num_m_tiles, N, BLOCK_N, ACT)
+    rows = tile // num_m_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     m = (tile % num_m_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, WIDTH)
     stored_rows = tl.cdiv(N, ROWS) * ROWS
@@ -122,7 +120,6 @@ def tile_kernel(
             WIDTH,
             GROUPS,
             PREFETCH_KB,
-            ACT,
         )
     k_run = tl.arange(0, RUN * WIDTH)
     x = x_ptr + m.to(tl.int64)[:, None] * K + k_run[None, :]
@@ -196,15 +193,14 @@ def tile_kernel(
         acc -= offset_of(z[0], SYMMETRIC, EXCESS)[:, None] * sums
     if GROUPS == 0 and SCALING != "weights":
         acc *= s[0].to(tl.float32)[:, None]
-    n_tile = tile // num_m_tiles
     if SPLIT_K == 1:
-        write_tile(acc, bias_ptr, out_ptr, n_tile, rows, m, M, N, ACT)
+        write_tile(acc, bias_ptr, out_ptr, rows, m, M, N)
     else:
         is_last = late < 0
         if late >= 0:
             acc, is_last = add_splits(acc, partials_ptr, counters_ptr, late, split, SPLIT_K)
         if is_last:
-            write_tile(acc, bias_ptr, out_ptr, n_tile, rows, m, M, N, ACT)
+            write_tile(acc, bias_ptr, out_ptr, rows, m, M, N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -231,7 +227,6 @@ def warp_kernel(
     EVEN_N: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH_KB: tl.constexpr,
-    ACT: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -253,7 +248,7 @@ def warp_kernel(
     kb_begin = split * num_kb // SPLIT_K
     kb_end = (split + 1) * num_kb // SPLIT_K
 
-    rows = tile_rows(tile, N, BLOCK_N, ACT)
+    rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, WIDTH)
     warp = tl.arange(0, WARPS)
@@ -284,7 +279,6 @@ def warp_kernel(
             WIDTH,
             GROUPS,
             PREFETCH_KB,
-            ACT,
         )
     x = x_ptr + m.to(tl.int64)[None, :, None] * K + k[None, None, :]
     x += warp[:, None, None] * BLOCK_K
@@ -342,8 +336,8 @@ def warp_kernel(
         acc = s[0].to(tl.float32)[:, :, None] * (acc - offset * total)
     y = tl.sum(acc, axis=0)
     if SPLIT_K == 1:
-        write_tile(y, bias_ptr, out_ptr, tile, rows, m, M, N, ACT)
+        write_tile(y, bias_ptr, out_ptr, rows, m, M, N)
     else:
         y, is_last = add_splits(y, partials_ptr, counters_ptr, tile, split, SPLIT_K)
         if is_last:
-            write_tile(y, bias_ptr, out_ptr, tile, rows, m, M, N, ACT)
+            write_tile(y, bias_ptr, out_ptr, rows, m, M, N)

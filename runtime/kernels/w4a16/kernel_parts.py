@@ -8,8 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from runtime.kernels.gate.kernel import activate
-
 ROWS = tl.constexpr(16)
 """Rows of weights whose words lie together; `pack.ROWS`."""
 
@@ -113,19 +111,6 @@ def prefetch_l2(pointer, num_bytes):
 
 
 @triton.jit
-def tile_rows(n_tile, N, BLOCK_N: tl.constexpr, ACT: tl.constexpr):
-    """The weight rows [BLOCK_N] of a tile: consecutive, or where ACT is given half of them from
-    each half of the weight (gate | up), so that partners meet in one program."""
-    i = tl.arange(0, BLOCK_N)
-    if ACT is None:
-        rows = n_tile * BLOCK_N + i
-    else:
-        HALF: tl.constexpr = BLOCK_N // 2
-        rows = (i // HALF) * (N // 2) + n_tile * HALF + i % HALF
-    return rows
-
-
-@triton.jit
 def prefetch_rows(
     codes_ptr,
     scale_ptr,
@@ -139,18 +124,13 @@ def prefetch_rows(
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
     LIMIT: tl.constexpr,
-    ACT: tl.constexpr,
 ):
     """Ask the first LIMIT K-blocks of a tile's codes into L2, and all its scales, which are read
     a few bytes at a time with little ahead."""
-    HALF: tl.constexpr = BLOCK_N // ROWS // 2
     SCALE_BYTES: tl.constexpr = GROUPS * ROWS * scale_ptr.dtype.element_ty.primitive_bitwidth // 8
     num_bytes = tl.minimum(kb_end - kb_begin, LIMIT) * (ROWS * WIDTH * 2)
     for i in tl.static_range(BLOCK_N // ROWS):
-        block = n_tile * (BLOCK_N // ROWS) + i
-        if ACT is not None:
-            block = (i // HALF) * (N // 2 // ROWS) + n_tile * HALF + i % HALF
-        block = tl.minimum(block, tl.cdiv(N, ROWS) - 1)
+        block = tl.minimum(n_tile * (BLOCK_N // ROWS) + i, tl.cdiv(N, ROWS) - 1)
         at = block.to(tl.int64) * num_kb + kb_begin
         if GROUPS > 0:
             group = at * (GROUPS * ROWS)
@@ -206,24 +186,13 @@ def offset_of(zero_point, SYMMETRIC: tl.constexpr, EXCESS: tl.constexpr):
 
 
 @triton.jit
-def write_tile(acc, bias_ptr, out_ptr, n_tile, rows, m, M, N, ACT: tl.constexpr):
-    """acc [BLOCK_N, BLOCK_M] + bias to out [M, N]. With ACT, rows come as `tile_rows` says, and
-    act(gate) * up of the halves, rounded as if they had been stored, goes to out [M, N / 2]."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    HALF: tl.constexpr = acc.shape[0] // 2
+def write_tile(acc, bias_ptr, out_ptr, rows, m, M, N):
+    """acc [BLOCK_N, BLOCK_M] + bias to out [M, N]."""
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-    if ACT is None:
-        y = acc.to(dtype)
-        width = N
-    else:
-        pairs = tl.permute(tl.reshape(acc.to(dtype), [2, HALF, acc.shape[1]]), 1, 2, 0)
-        gate, up = tl.split(pairs)
-        y = (activate(gate.to(tl.float32), ACT) * up.to(tl.float32)).to(dtype)
-        rows = n_tile * HALF + tl.arange(0, HALF)
-        width = N // 2
-    out = out_ptr + m.to(tl.int64)[None, :] * width + rows[:, None]
-    tl.store(out, y, mask=(rows < width)[:, None] & (m < M)[None, :])
+    out = out_ptr + m.to(tl.int64)[None, :] * N + rows[:, None]
+    mask = (rows < N)[:, None] & (m < M)[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -17,9 +17,10 @@ def launch(
 ) -> Tensor:
     """x_TK [T, in] contiguous in the weight's compute type -> [T, out], by the tile given.
 
-    With `act` the weight is gate | up and the result [T, out / 2] is act(gate) * up; a tile that
-    `can_gate` only.
+    With `act` the weight is gate | up and the result [T, out / 2] is act(gate) * up: "wide" only,
+    where it `gates`.
     """
+    assert act is None or tile.kernel == "wide"
     width = weight.shape[0] if act is None else weight.shape[0] // 2
     out_TN = torch.empty(x_TK.shape[0], width, dtype=x_TK.dtype, device=x_TK.device)
     if tile.kernel == "dense":
@@ -27,13 +28,13 @@ def launch(
     elif tile.kernel == "gemv":
         _launch_gemv(x_TK, weight, bias, out_TN, tile)
     elif tile.kernel == "few":
-        _launch_few(x_TK, weight, bias, out_TN, tile, act)
+        _launch_few(x_TK, weight, bias, out_TN, tile)
     elif tile.kernel == "warp":
-        _launch_warp(x_TK, weight, bias, out_TN, tile, act)
+        _launch_warp(x_TK, weight, bias, out_TN, tile)
     elif tile.kernel == "wide":
         launch_wide(x_TK, weight, bias, out_TN, tile, act)
     else:
-        _launch_tile(x_TK, weight, bias, out_TN, tile, act)
+        _launch_tile(x_TK, weight, bias, out_TN, tile)
     return out_TN
 
 
@@ -61,12 +62,7 @@ def _launch_gemv(
 
 
 def _launch_few(
-    x_TK: Tensor,
-    weight: W4A16Weight,
-    bias: Tensor | None,
-    out_TN: Tensor,
-    tile: Tile,
-    act: str | None,
+    x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, tile: Tile
 ) -> None:
     from runtime.kernels.w4a16.few import few_rows
 
@@ -94,7 +90,6 @@ def _launch_few(
         WHOLE=blocks % turn == 0,
         ONCE=blocks <= turn,
         PREFETCH=tile.prefetch if target.has_pdl else 0,
-        ACT=act,
         USE_PTX=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
@@ -104,12 +99,7 @@ def _launch_few(
 
 
 def _launch_tile(
-    x_TK: Tensor,
-    weight: W4A16Weight,
-    bias: Tensor | None,
-    out_TN: Tensor,
-    tile: Tile,
-    act: str | None,
+    x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, tile: Tile
 ) -> None:
     from runtime.kernels.w4a16.kernel import tile_kernel
 
@@ -133,7 +123,6 @@ def _launch_tile(
         EVEN_N=weight.codes.shape[0] * ROWS % tile.block_n == 0,
         STAGES=tile.num_stages,
         PREFETCH_KB=tile.prefetch if target.has_pdl else 0,
-        ACT=act,
         USE_PTX=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=tile.num_warps,
@@ -143,12 +132,7 @@ def _launch_tile(
 
 
 def _launch_warp(
-    x_TK: Tensor,
-    weight: W4A16Weight,
-    bias: Tensor | None,
-    out_TN: Tensor,
-    tile: Tile,
-    act: str | None,
+    x_TK: Tensor, weight: W4A16Weight, bias: Tensor | None, out_TN: Tensor, tile: Tile
 ) -> None:
     from runtime.kernels.w4a16.kernel import warp_kernel
 
@@ -169,7 +153,6 @@ def _launch_warp(
         EVEN_N=weight.codes.shape[0] * ROWS % tile.block_n == 0,
         STAGES=tile.num_stages,
         PREFETCH_KB=tile.prefetch if target.has_pdl else 0,
-        ACT=act,
         USE_PTX=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=tile.num_warps,

@@ -51,16 +51,6 @@ class Tile:
     k_blocks: int = 32
     row_warps: int = 1
 
-    def can_gate(self, out: int) -> bool:
-        """The tile can take half its rows from each half of a weight of `out` rows."""
-        half = self.block_n // 2
-        return (
-            self.kernel in ("few", "warp", "tile")
-            and half >= 16
-            and out % 2 == 0
-            and out // 2 % half == 0
-        )
-
 
 def problem_of(shape: tuple[int, int], group_size: int | None) -> str:
     """The key of a weight in a tile table."""
