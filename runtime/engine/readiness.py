@@ -26,7 +26,7 @@ from runtime.engine.step_plan import GREEDY, RANDOM_DRAW, Kind, RunnerLimits
 # Kernels of filters take seconds to compile: they wait for a request that filters.
 FIRST = (GREEDY, RANDOM_DRAW)
 # Lengths that are not multiples of 16 as well as such: kernels are compiled apart for the two.
-FIRST_PROMPTS = (1, 16, 23, 64, 100, 256, 300, 1024, 1500)
+FIRST_PROMPTS = (1, 8, 16, 23, 64, 100, 256, 300, 512, 1024, 1500)
 
 
 class BlankSteps(Protocol):

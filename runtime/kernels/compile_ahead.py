@@ -25,18 +25,21 @@ from runtime.kernels.fast_launch import LaunchTable
 
 # Few kernels at a time are compiled sooner than processes are made.
 WORTH_FORKING = 4
-# No kernel takes a tenth of it: whatever a fork hangs at, it does not outlive this.
-FORK_SECONDS = 120
+# No kernel takes a tenth of it: whatever a fork hangs at, it is not waited for longer.
+KERNEL_SECONDS = 60
 
 
 def look_up_compiler() -> Thread:
-    """Have Triton find out in another thread which version it is: it hashes itself, half a second
-    that is waited for by nobody if it lies beside other work."""
+    """Have Triton find out in another thread which version it is (it hashes itself, half a second)
+    and build what it drives the device with, beside other work."""
 
     def look_up() -> None:
         from triton.runtime.cache import triton_key
+        from triton.runtime.driver import driver
 
         triton_key()
+        with suppress(RuntimeError):  # without a device: whoever launches is told
+            driver.active.utils  # noqa: B018
 
     thread = Thread(target=look_up, name="compiler", daemon=True)
     thread.start()
@@ -182,8 +185,8 @@ def _fork(jobs: Sequence[Callable[[], Any]], queue: int) -> int:
         return child
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(FORK_SECONDS)
         while number := os.read(queue, 2):
+            signal.alarm(KERNEL_SECONDS)
             with suppress(Exception):
                 _leave_on_disk(jobs[int.from_bytes(number, "little")])
     finally:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -160,3 +163,25 @@ def test_forks_share_out_the_work(tmp_path: Path) -> None:
     assert {int(path.name) for path in tmp_path.iterdir()} == set(range(300))
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+# Around every number of rows at which W4A16 changes its kernel, and beyond.
+TOKENS = (
+    *(1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 300, 384, 385, 512, 513, 777),
+    *(1024, 1500, 2049, 4096, 4097, 5000, 8192),
+)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8", "int8"])
+def test_nothing_is_left_to_compile_for_a_first_answer(kv_dtype: str) -> None:
+    """Of the 8B shape on the reference card; the chunk that a long prompt ends in included."""
+    here = Path(__file__).parent
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(here.parents[1])
+    command = [sys.executable, str(here / "launch_record.py"), kv_dtype, *map(str, TOKENS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found.pop("ahead") > 20
+    assert {phase: kernels for phase, kernels in found.items() if kernels} == {}
+    assert len(found) == 1 + len(TOKENS)
