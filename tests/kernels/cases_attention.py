@@ -190,8 +190,9 @@ PREFILL_PLAN = CompileCase(
         "first_span": "i32",
         "num_spans": "i32",
         "num_tiles": "i32",
+        "search_steps": "i32",
     },
-    constexprs={"BLOCK_Q": 32, "TILE": 128, "SEARCH_STEPS": 14, "BLOCK": 64},
+    constexprs={"BLOCK_Q": 32, "TILE": 128, "BLOCK": 64},
 )
 
 COMPILE_CASES = [

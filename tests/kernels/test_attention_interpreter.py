@@ -272,9 +272,9 @@ def test_tiles_of_queries_come_longest_first(
         num_decodes,
         num_spans,
         num_tiles,
+        (num_spans - 1).bit_length(),
         BLOCK_Q=queries,
         TILE=keys,
-        SEARCH_STEPS=4,
         BLOCK=4,
     )
     wanted = [

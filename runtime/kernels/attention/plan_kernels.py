@@ -91,9 +91,9 @@ def _tiles_of_queries(
     seq_lens_ptr,
     num_spans,
     num_tiles,
+    search_steps,
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
 ):
     """Of each tile: its first row in the step, its span's rows from there on, its first row's
     position, its span, and how many tiles of keys its rows see, 0 where the tile is surplus.
@@ -102,8 +102,8 @@ def _tiles_of_queries(
     """
     origin = tl.load(starts_ptr)
     spans_I = tl.zeros_like(tiles_I)
-    for i in range(SEARCH_STEPS):
-        middle_I = spans_I + (1 << (SEARCH_STEPS - 1 - i))
+    for i in range(search_steps):
+        middle_I = spans_I + (1 << (search_steps - 1 - i))
         is_I = middle_I < num_spans
         first_I = (tl.load(starts_ptr + middle_I, mask=is_I, other=0) - origin) // BLOCK_Q
         spans_I = tl.where(is_I & (first_I + middle_I <= tiles_I), middle_I, spans_I)
@@ -116,7 +116,7 @@ def _tiles_of_queries(
     return rows_I, left_I, positions_I, spans_I, lengths_I
 
 
-@triton.jit(do_not_specialize=["first_span", "num_spans", "num_tiles"])
+@triton.jit(do_not_specialize=["first_span", "num_spans", "num_tiles", "search_steps"])
 def plan_prefill_kernel(
     starts_ptr,
     seq_lens_ptr,
@@ -124,24 +124,24 @@ def plan_prefill_kernel(
     first_span,
     num_spans,
     num_tiles,
+    search_steps,
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """work [num_tiles, 5]: the tiles of BLOCK_Q queries of `num_spans` spans, longest first, each
-    as `_tiles_of_queries` gives it."""
+    as `_tiles_of_queries` gives it. There are at most 2 ** search_steps spans."""
     starts_ptr += first_span
     seq_lens_ptr += first_span
     tiles_I = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows_I, left_I, positions_I, spans_I, lengths_I = _tiles_of_queries(
-        tiles_I, starts_ptr, seq_lens_ptr, num_spans, num_tiles, BLOCK_Q, TILE, SEARCH_STEPS
+        tiles_I, starts_ptr, seq_lens_ptr, num_spans, num_tiles, search_steps, BLOCK_Q, TILE
     )
     ranks_I = tl.zeros_like(tiles_I)
     for first in range(0, num_tiles, BLOCK):
         tiles_J = first + tl.arange(0, BLOCK)
         lengths_J = _tiles_of_queries(
-            tiles_J, starts_ptr, seq_lens_ptr, num_spans, num_tiles, BLOCK_Q, TILE, SEARCH_STEPS
+            tiles_J, starts_ptr, seq_lens_ptr, num_spans, num_tiles, search_steps, BLOCK_Q, TILE
         )[4]
         is_ahead_IJ = lengths_J[None, :] > lengths_I[:, None]
         is_tie_IJ = lengths_J[None, :] == lengths_I[:, None]

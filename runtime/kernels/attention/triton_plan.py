@@ -192,9 +192,9 @@ def _work(plan: TritonPlan) -> Tensor:
         batch.num_decodes,
         num_spans,
         num_tiles,
+        (num_spans - 1).bit_length(),
         BLOCK_Q=queries,
         TILE=_HOPPER_KEYS,
-        SEARCH_STEPS=14,  # up to 16,384 spans, by one kernel
         BLOCK=block,
         num_warps=4,
     )
