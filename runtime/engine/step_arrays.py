@@ -122,6 +122,7 @@ def to_inputs(
         seq_lens_S=lens_S if has_kernels else None,
         num_decodes=arrays.num_decodes,
         max_query_len=arrays.max_query_len,
+        wants_last_rows=np.array_equal(arrays.logit_rows_R, starts[1:] - 1),
     )
 
 

@@ -11,7 +11,7 @@ D head_dim, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,9 +65,13 @@ class DecoderLayer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What all layers of a step share: attention by window; rotations by rope and where K/V go
-    are worked out per step for torch's ops only (kernels look both up by position and slot)."""
+    are worked out per step for torch's ops only (kernels look both up by position and slot).
+
+    last_rows: the last layer's attention where only the last row of each span is wanted.
+    """
 
     attention: dict[int | None, AttentionPlan | TritonPlan]
+    last_rows: AttentionPlan | TritonPlan | None
     rotations: dict[RopeSpec, tuple[Tensor, Tensor]]
     kv_rows: Tensor | None
 
@@ -133,12 +137,12 @@ class Decoder:
             qkv = layer.qkv(normed)
             if plan is None:  # the first product keeps a device busy meanwhile
                 plan = self._plan(step, kv)
-            attended_TE = self._attend(i, qkv, step, plan, kv)
+            rows = step.logit_rows_R if is_last else None
+            attended_TE = self._attend(i, qkv, step, plan, kv, rows)
             del qkv
-            if is_last and step.logit_rows_R is not None:
+            if rows is not None:
                 # Nothing of the other rows is read any more: their K/V is written.
-                rows = step.logit_rows_R
-                attended_TE, residual_TE = attended_TE[rows], residual_TE[rows]
+                residual_TE = residual_TE[rows]
                 if not len(rows):
                     return residual_TE
             norms, up = layer.norms, layer.gate_up.activations
@@ -174,10 +178,16 @@ class Decoder:
         batch = self._batch(step, kv)
         attend = {window: plan_attention(batch, window) for window in windows}
         if self._is_on_kernels(step):
-            return StepPlan(attention=attend, rotations={}, kv_rows=None)
+            last_rows = None
+            if step.wants_last_rows and not self.options.deterministic:
+                # A row whose K/V and all before it are stored is answered as a decode is.
+                decodes = replace(batch, num_decodes=len(step.seq_lens), num_tokens=None)
+                last_rows = plan_attention(decodes, self.layers[-1].spec.window)
+            return StepPlan(attention=attend, last_rows=last_rows, rotations={}, kv_rows=None)
         ropes = {layer.spec.rope for layer in self.layers} - {None}
         return StepPlan(
             attention=attend,
+            last_rows=None,
             rotations={r: cos_sin(r, step.positions_T, self.dtype) for r in ropes if r is not None},
             kv_rows=slot_rows(step.slots_T, self.spec.kv_heads, kv.block_size),
         )
@@ -212,18 +222,30 @@ class Decoder:
         step: StepInputs,
         plan: StepPlan,
         kv: KVCache,
+        rows: Tensor | None,
     ) -> Tensor:
+        """Store all K/V; [R, H * D] of the `rows` wanted, None for all of them."""
         spec, layer = self.spec, self.layers[i]
         heads_THD = qkv.view(len(qkv), -1, spec.head_dim)
         if plan.kv_rows is None:
             self._rotate_and_store(i, heads_THD, step, kv)
         else:
             self._rotate_and_store_by_ops(i, heads_THD, plan, kv)
+        if rows is not None and not len(rows):
+            return heads_THD.new_empty(0, spec.heads * spec.head_dim)
+        if rows is None or plan.last_rows is None:
+            attended_TE = self._answer(i, heads_THD, plan.attention[layer.spec.window], kv)
+            return attended_TE if rows is None else attended_TE[rows]
+        return self._answer(i, heads_THD[rows], plan.last_rows, kv)
+
+    def _answer(
+        self, i: int, heads_THD: Tensor, plan: AttentionPlan | TritonPlan, kv: KVCache
+    ) -> Tensor:
         return attention(
-            heads_THD[:, : spec.heads],
+            heads_THD[:, : self.spec.heads],
             kv.pools[i],
-            plan.attention[layer.spec.window],
-            scale=spec.attention_scale,
+            plan,
+            scale=self.spec.attention_scale,
             kv_scales=kv.scales[i],
             head_scales_2K=kv.head_scales[i],
             token_scales=None if kv.token_scales is None else kv.token_scales[i],

@@ -24,6 +24,7 @@ class StepInputs:
     query_lens, seq_lens: per span, plain ints (host side): new tokens; KV length including them.
     logit_rows_R: indices into T whose logits are wanted (the last row of a span that samples;
         every row where prompt log-probs are asked for); None: all of T.
+    wants_last_rows: those are the last row of every span and no others.
 
     On a device with kernels of our own the same facts lie on the device too, int32:
     query_starts_S1: first row in T of each span, then T; seq_lens_S: `seq_lens`; block_tables_SB is
@@ -44,3 +45,4 @@ class StepInputs:
     seq_lens_S: torch.Tensor | None = None
     num_decodes: int = 0
     max_query_len: int = 0
+    wants_last_rows: bool = False

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from quant.artifact.layout import QuantizedWeight, min_max_qparams, quantize
 from quant.artifact.scheme import PRESETS, Scheme, with_group_size
+from runtime.kernels import attention
 from runtime.kernels.w4a16.tile import Tile
 from runtime.kernels.workspace import KernelOptions, Workspace
 from runtime.model.decoder import Decoder, DecoderLayer, Norms
@@ -100,7 +103,9 @@ def make_decoder(scheme: Scheme | None, dtype: torch.dtype, options: KernelOptio
     )
 
 
-def step_inputs(spans: list[tuple[int, int, tuple[int, ...]]], *, on_device: bool) -> StepInputs:
+def step_inputs(
+    spans: list[tuple[int, int, tuple[int, ...]]], *, on_device: bool, says_last: bool = False
+) -> StepInputs:
     positions = [p for new, length, _ in spans for p in range(length - new, length)]
     tables = [table for new, _, table in spans for _ in range(new)]
     slots = [t[p // BLOCK] * BLOCK + p % BLOCK for t, p in zip(tables, positions, strict=True)]
@@ -117,6 +122,7 @@ def step_inputs(spans: list[tuple[int, int, tuple[int, ...]]], *, on_device: boo
             "seq_lens_S": torch.tensor(lengths, dtype=torch.int32),
             "num_decodes": sum(new == 1 for new, _, _ in spans),
             "max_query_len": max(new for new, _, _ in spans),
+            "wants_last_rows": says_last,
         }
     return StepInputs(
         token_ids_T=torch.tensor([(7 * p + 3) % VOCAB for p in positions]),
@@ -130,19 +136,17 @@ def step_inputs(spans: list[tuple[int, int, tuple[int, ...]]], *, on_device: boo
     )
 
 
-def logits(decoder: Decoder, kv_dtype: str, *, on_device: bool) -> torch.Tensor:
+def logits(
+    decoder: Decoder, kv_dtype: str, *, on_device: bool, says_last: bool = False
+) -> torch.Tensor:
     """Of every step's last rows; slots nobody wrote hold NaN (255 as a code)."""
     kv = KVCache(decoder.spec, 8, BLOCK, kv_dtype, CPU)
     for pool in kv.pools:
         pool.view(torch.uint8)[:-1] = 255
     for scales in kv.token_scales or []:
         scales[:-1] = float("nan")
-    return torch.cat(
-        [
-            decoder.logits(decoder.forward(step_inputs(spans, on_device=on_device), kv))
-            for spans in STEPS
-        ]
-    )
+    steps = [step_inputs(spans, on_device=on_device, says_last=says_last) for spans in STEPS]
+    return torch.cat([decoder.logits(decoder.forward(step, kv)) for step in steps])
 
 
 @pytest.fixture
@@ -172,6 +176,46 @@ def test_kernels_compute_what_torch_computes(
     assert decoder.has_kernels
     found = logits(decoder, kv_dtype, on_device=True)
     assert float((found - expected).norm() / expected.norm()) < tolerance
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8", "fp8"])
+def test_last_rows_alone_are_answered_as_decodes(
+    kv_dtype: str, options: KernelOptions, on_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt's queries in the last layer only the last one is anybody's."""
+    seen: list[int] = []
+    plain = attention.attend
+
+    def attend(q_THD: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(len(q_THD))
+        return plain(q_THD, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "attend", attend)
+    decoder = make_decoder(None, torch.float16, options)
+    whole = logits(decoder, kv_dtype, on_device=True)
+    assert seen == [25, 37, 3]
+    last = logits(decoder, kv_dtype, on_device=True, says_last=True)
+    assert seen[3:] == [2, 3, 3]
+    assert float((last - whole).norm() / whole.norm()) < 2e-3
+    same = make_decoder(None, torch.float16, replace(options, deterministic=True))
+    whole, last = (logits(same, kv_dtype, on_device=True, says_last=on) for on in (False, True))
+    assert torch.equal(last, whole)
+
+
+def test_attention_is_for_rows_that_are_wanted(
+    options: KernelOptions, on_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = make_decoder(None, torch.float16, options)
+    step = step_inputs(STEPS[0], on_device=True)
+    kvs = [KVCache(decoder.spec, 8, BLOCK, "float16", CPU) for _ in range(2)]
+    for kv in kvs:
+        kv.pools[0].zero_()
+    decoder.forward(step, kvs[0])
+    monkeypatch.setattr(attention, "attend", None)
+    nobody = replace(step, logit_rows_R=torch.empty(0, dtype=torch.int64))
+    assert decoder.forward(nobody, kvs[1]).shape == (0, HIDDEN)
+    assert kvs[0].pools[0].any()
+    assert torch.equal(kvs[0].pools[0], kvs[1].pools[0])
 
 
 def test_products_of_many_rows_are_added_to_the_residual(
