@@ -176,7 +176,8 @@ def compile_in_forks(jobs: Sequence[Callable[[], Any]], num_workers: int) -> Non
                 children.append(_fork(jobs, queue))
     os.close(queue)
     for child in children:
-        os.waitpid(child, 0)
+        with suppress(ChildProcessError):  # where nobody is to hear of children's ends
+            os.waitpid(child, 0)
 
 
 def _fork(jobs: Sequence[Callable[[], Any]], queue: int) -> int:
