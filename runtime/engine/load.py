@@ -79,6 +79,7 @@ def load(
         has_cuda=torch.cuda.is_available(),
         has_triton=uses_triton(torch.device("cuda")),
     )
+    compiler = look_up_compiler() if uses_triton(torch.device(numerics.device)) else None
     device = _opened(numerics.device)
     clock.lap("device")
     decoder = load_decoder(
@@ -92,6 +93,8 @@ def load(
     clock.lap("weights")
     facts = _model_facts(artifact, decoder.spec, numerics, config)
     sizing = _sizing_runner(decoder, numerics, facts, config)
+    if compiler is not None:
+        compiler.join()
     if sizing is not None:
         sizing.compile_ahead()
     clock.lap("compile")
@@ -133,8 +136,6 @@ def _opened(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda":
         _let_segments_expand()
-        if uses_triton(device):
-            look_up_compiler()
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)

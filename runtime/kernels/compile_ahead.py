@@ -31,12 +31,11 @@ KERNEL_SECONDS = 60
 
 def look_up_compiler() -> Thread:
     """Have Triton find out in another thread which version it is (it hashes itself, half a second)
-    and build what it drives the device with, beside other work."""
+    and build what it drives the device with, beside other work. To be joined before a launch."""
+    from triton.runtime.cache import triton_key
+    from triton.runtime.driver import driver
 
     def look_up() -> None:
-        from triton.runtime.cache import triton_key
-        from triton.runtime.driver import driver
-
         triton_key()
         with suppress(RuntimeError):  # without a device: whoever launches is told
             driver.active.utils  # noqa: B018
