@@ -9,8 +9,8 @@
 
 Artifacts are random weights of the shape (benchmarks.synth), made below --artifacts where they are
 missing. Rows are appended to --out as they are measured, so a run cut short keeps what it has. The
-exit code is 1 when a part failed, 2 for a device that is not there or a file of results with a row
-that is none. Nothing but a whole model on the reference card counts for the
+exit code is 1 when a part failed, 2 for a device that is not there, a file that cannot be read or
+written, or one of results with a row that is none. Nothing but a whole model on the reference card counts for the
 table: a run with --layers, another shape or a quantized head is reported beside it.
 """
 
@@ -230,7 +230,7 @@ def say(text: str) -> None:
 
 def table(results: Path, into: Path | None) -> None:
     """Print the table, or put it between its markers in a file."""
-    text = render(read(results) if results.is_file() else [])
+    text = render(read(results))
     if into is None:
         print(text, end="")
         return
@@ -238,7 +238,12 @@ def table(results: Path, into: Path | None) -> None:
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise SystemExit(f"error: {into} does not have one {BEGIN} and one {END}")
     head, tail = page.split(BEGIN)[0], page.split(END)[1]
-    into.write_text(head + text.removesuffix("\n") + tail, encoding="utf-8")
+    made = into.with_name(f"{into.name}.partial")
+    try:
+        made.write_text(head + text.removesuffix("\n") + tail, encoding="utf-8")
+        made.replace(into)
+    finally:
+        made.unlink(missing_ok=True)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -320,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
         return _act(args)
-    except (QuantError, BadRow) as error:
+    except (QuantError, BadRow, OSError) as error:
         say(f"error: {error}")
         return 2
 
@@ -330,7 +335,7 @@ def _act(args: argparse.Namespace) -> int:
         table(args.out, args.into)
         return 0
     if args.action == "bars":
-        text, all_met = standing(read(args.out) if args.out.is_file() else [])
+        text, all_met = standing(read(args.out))
         print(text)
         return 0 if all_met else 1
     _check_device(args.device)

@@ -1,7 +1,8 @@
 """Our kernels at awkward sizes, once each, for compute-sanitizer to watch.
 
     python -m benchmarks.gpu_memcheck                 run everything under memcheck; exit code 1 if
-                                                      it finds an access outside of an allocation
+                                                      it finds an access outside of an allocation,
+                                                      2 where there is no GPU or no such tool
     python -m benchmarks.gpu_memcheck --parts w4,attention
 
 Kernels are compiled in a first run without the tool. Tensors are allocated one by one (no caching),
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -120,20 +122,36 @@ def run_parts(names: list[str], folder: Path) -> None:
             print(f"ran {what}", flush=True)
 
 
-def main() -> int:
+def _lacking() -> str | None:
+    """What this machine would need. Makes no context on the device."""
+    if not torch.cuda.device_count():
+        return "no CUDA device: memcheck watches kernels on the card"
+    if shutil.which("compute-sanitizer") is None:
+        return "compute-sanitizer is not on the PATH; it comes with the CUDA toolkit"
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.parts.split(",") if name not in PARTS]:
+        parser.error(f"argument --parts: {unknown[0]!r} is none of {', '.join(PARTS)}")
     if args.inside is not None:
         run_parts(args.parts.split(","), args.inside)
         return 0
+    if (lacking := _lacking()) is not None:
+        print(f"error: {lacking}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.gpu_memcheck", "--parts", args.parts,
                    "--inside", folder]  # fmt: skip
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         began = time.perf_counter()
-        subprocess.run(command, cwd=REPO, env=environment, check=True)
+        if subprocess.run(command, cwd=REPO, env=environment, check=False).returncode:
+            print("error: the kernels do not run without memcheck either", file=sys.stderr)
+            return 1
         print(f"compiled and ran in {time.perf_counter() - began:.1f} s; again, watched")
         tool = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
         done = subprocess.run(tool + command, cwd=REPO, env=environment, check=False)

@@ -129,7 +129,7 @@ def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def read(path: Path) -> list[dict[str, Any]]:
     """All rows of a JSON Lines file; BadRow names the line that is no good row."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             found = json.loads(line)
             wrong = problems(found)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_memcheck
 from benchmarks.gpu_bars import BARS, BEGIN, END, Bar, figures, render, standing
 from benchmarks.gpu_rows import (
     REPO,
@@ -84,6 +84,35 @@ def test_a_line_that_is_no_row_is_told_by_its_number(
         file.write(f"{text}\n")
     assert gpu.main([action, "--out", str(tmp_path / "rows.jsonl")]) == 2
     assert "error: rows.jsonl, line 2: no " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["table", "bars"])
+def test_results_that_cannot_be_read_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    """A mistyped path is no table of figures that nobody measured, and leaves the page alone."""
+    page, results = tmp_path / "README.md", tmp_path / "rows.jsonl"
+    page.write_text(f"{BEGIN}kept{END}")
+    ask = [action, "--out", str(results), "--into", str(page)]
+    assert gpu.main(ask) == 2
+    assert "rows.jsonl" in capsys.readouterr().err
+    results.write_bytes(b"\xff\n")
+    assert gpu.main(ask) == 2
+    assert "error: rows.jsonl, line 1: no row" in capsys.readouterr().err
+    assert page.read_text() == f"{BEGIN}kept{END}"
+    append(tmp_path / "good.jsonl", [measured()])
+    absent = tmp_path / "absent.md"
+    code = gpu.main([action, "--out", str(tmp_path / "good.jsonl"), "--into", str(absent)])
+    assert (code, absent.exists()) == (2 if action == "table" else 1, False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_memcheck_says_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_memcheck.main([]) == 2
+    assert "error: no CUDA device" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gpu_memcheck.main(["--parts", "w4,nope"])
+    assert "'nope' is none of w4, " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
