@@ -32,6 +32,12 @@ class KernelTarget:
     has_fp8: bool
     has_ptx: bool
 
+    @property
+    def has_large_shared(self) -> bool:
+        """A program may have 227 KB of shared memory: Hopper and Blackwell for data centres. Other
+        cards have 163 KB (sm_80), 99 KB (sm_86, sm_89, and Blackwell's sm_120 too) or less."""
+        return 90 <= self.arch < 120
+
 
 INTERPRETER = KernelTarget(
     name="interpreter", arch=0, num_sms=4, has_pdl=False, has_fp8=False, has_ptx=False

@@ -169,6 +169,11 @@ def test_mixed_spans(heads: int, kv_heads: int, window: int | None) -> None:
     make_step(*MIXED, 3, heads=heads, kv_heads=kv_heads).check(window)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(17, 1), (32, 1), (48, 2)])
+def test_more_heads_share_a_key_than_a_tile_has_rows(heads: int, kv_heads: int) -> None:
+    make_step([1, 1, 6], [9, 40, 12], 2, heads=heads, kv_heads=kv_heads).check()
+
+
 @pytest.mark.parametrize("pool_dtype", [FP8, torch.int8, torch.float32])
 def test_pool_types(pool_dtype: torch.dtype) -> None:
     for window in (None, 10):

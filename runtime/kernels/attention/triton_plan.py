@@ -147,7 +147,7 @@ def _stages(batch: PagedBatch, target: KernelTarget, programs: int, most: int) -
 
 def prefill_tile(batch: PagedBatch, target: KernelTarget) -> PrefillTile:
     """A tile for wgmma on Hopper; smaller ones where shared memory is."""
-    if target.arch < 90:
+    if not target.has_large_shared:
         return PrefillTile(rows=64, keys=32, whole_keys=32, num_warps=4, num_stages=2)
     if batch.head_dim > 128:
         return PrefillTile(rows=128, keys=64, whole_keys=64, num_warps=8, num_stages=2)
@@ -313,8 +313,8 @@ def _decode(
         plan.window or 0,
         scale,
         **constants,
-        ROWS=8 if group <= 8 else 16,
-        GROUP_ROWS=1 << (group - 1).bit_length(),
+        ROWS=max(8, _power(group)),
+        GROUP_ROWS=_power(group),
         TILE=tile.keys,
         SPLITS=_SPLITS if batch.deterministic else 0,
         MIN_TILES=_SPLIT_TOKENS // tile.keys,
@@ -395,7 +395,9 @@ def _prefill(
     constants = _common(q_THD, pool, plan)
     first_span = batch.num_decodes
     num_spans = batch.block_tables_SB.shape[0] - first_span
-    num_tiles = _num_tiles(len(q_THD), first_span, num_spans, tile.rows // constants["GROUP"])
+    # A tile has a query with all heads that share its keys.
+    rows = max(tile.rows, _power(constants["GROUP"]))
+    num_tiles = _num_tiles(len(q_THD), first_span, num_spans, rows // constants["GROUP"])
     prefill_kernel[(num_tiles * batch.kv_heads,)](
         q_THD,
         raw_pool(pool),
@@ -412,13 +414,18 @@ def _prefill(
         plan.window or 0,
         scale,
         **constants,
-        ROWS=tile.rows,
+        ROWS=rows,
         TILE=tile.keys,
         WHOLE_TILE=tile.whole_keys,
         UNIFORM=batch.deterministic,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def _power(count: int) -> int:
+    """The power of two from `count` on."""
+    return 1 << (count - 1).bit_length()
 
 
 def _launch_options(target: KernelTarget) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def small_tile(
 
 def _stages(num_stages: int, target: KernelTarget) -> int:
     """Shared memory bounds them: 227 KB a program on sm_90, 99 KB on sm_86, 64 KB elsewhere."""
-    if target.arch >= 90:
+    if target.has_large_shared:
         return num_stages
     return 3 if target.arch else 2
 

@@ -224,7 +224,7 @@ def _wide(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
 
 def _stages(target: KernelTarget, on_hopper: int) -> int:
     """Cards before and beside Hopper have less shared memory for stages of wide tiles."""
-    return on_hopper if target.arch >= 90 else 2
+    return on_hopper if target.has_large_shared else 2
 
 
 def _split(shape: tuple[int, int], block_n: int, m_tiles: int, num_programs: int) -> int:

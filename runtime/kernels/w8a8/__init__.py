@@ -177,7 +177,7 @@ def tile_for(
         return small_tile(num_rows, num_channels, width, 1, target)
     if has_library:
         return Tile(kernel="torch")
-    if target.arch < 90:
+    if not target.has_large_shared:
         return small_tile(num_rows, num_channels, width, 1, target)
     return LARGE
 
