@@ -10,8 +10,8 @@
 Artifacts are random weights of the shape (benchmarks.synth), made below --artifacts where they are
 missing. Rows are appended to --out as they are measured, so a run cut short keeps what it has. The
 exit code is 1 when a part failed, 2 for a device that is not there, a file that cannot be read or
-written, or one of results with a row that is none. Nothing but a whole model on the reference card counts for the
-table: a run with --layers, another shape or a quantized head is reported beside it.
+written, or one of results with a row that is none. Nothing but a whole model on the reference card
+counts for the table: a run with --layers, another shape or a quantized head is reported beside it.
 """
 
 from __future__ import annotations
