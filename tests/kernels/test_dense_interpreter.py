@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -22,6 +23,9 @@ pytest.importorskip("triton")
 RELATIVE_ERROR = 1e-3
 H200 = KernelTarget(
     name="NVIDIA H200", arch=90, num_sms=132, has_pdl=True, has_fp8=True, has_ptx=True
+)
+L40S = KernelTarget(
+    name="NVIDIA L40S", arch=89, num_sms=142, has_pdl=False, has_fp8=True, has_ptx=True
 )
 
 
@@ -96,21 +100,34 @@ def test_gemm_tma(per_sm: int) -> None:
     check(product((70, 136, 104), has_bias=True), tile)
 
 
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (576, 576), (48, 96)])
-def test_reserved_scratch_is_enough_for_every_number_of_rows(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("target", [H200, L40S], ids=["h200", "l40s"])
+@pytest.mark.parametrize(
+    "shape", [(6144, 4096), (4096, 14336), (576, 576), (896, 4864), (192, 8192), (48, 96)]
+)
+def test_reserved_scratch_is_enough_for_every_number_of_rows(
+    shape: tuple[int, int], target: KernelTarget
+) -> None:
     """Between the counts that `reserve` tries, a product never needs more."""
 
     def choose(asked: tuple[int, int, int]) -> Tile:
-        return small_tile(*asked, 1, H200)
+        return small_tile(*asked, 1, target)
 
     workspace = Workspace("cpu")
     reserve(workspace, shape, choose)
     reserved = workspace.num_bytes
-    for num_rows in range(1, 1025):
+    for num_rows in (*range(1, 1025), *range(1025, 9000, 57)):
         num_floats, num_tiles = scratch_size(choose((num_rows, *shape)), (num_rows, *shape))
         workspace.partials(num_floats)
         workspace.counters(num_tiles)
     assert workspace.num_bytes == reserved
+
+
+def test_blackwell_without_large_shared_memory_has_the_stages_of_ada() -> None:
+    """sm_120 has 99 KB a program, as sm_89; sm_100 has Hopper's 227 KB."""
+    ada, desk, server = (replace(L40S, arch=arch) for arch in (89, 120, 100))
+    shape = (100, 6144, 4096)
+    assert small_tile(*shape, 2, desk) == small_tile(*shape, 2, ada)
+    assert small_tile(*shape, 2, server).num_stages > small_tile(*shape, 2, desk).num_stages
 
 
 @pytest.mark.parametrize("op", ["dense", "w8a16", "w8a8_fp8", "w8a8_int8"])

@@ -12,7 +12,9 @@ from runtime.kernels.dense.product import Tile
 from runtime.kernels.tiles import lookup
 from runtime.kernels.workspace import Workspace
 
-ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+# From here on a tile's rows grow no more, and each tile more may be split another way.
+MOST_BLOCKED = 512
+ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, *range(640, 16385, 128))
 
 
 def measured_tile(
@@ -64,9 +66,12 @@ def reserve(
     """Make the scratch memory large enough for a weight [out, in] and every number of rows, so that
     no later product grows it under a captured graph."""
     for num_rows in ROW_COUNTS:
-        num_floats, num_tiles = scratch_size(choose((num_rows, *shape)), (num_rows, *shape))
+        tile = choose((num_rows, *shape))
+        num_floats, num_tiles = scratch_size(tile, (num_rows, *shape))
         workspace.partials(num_floats)
         workspace.counters(num_tiles)
+        if num_rows > MOST_BLOCKED and tile.splits == 1:
+            return  # more tiles need no splits either
 
 
 def scratch_size(tile: Tile, shape: tuple[int, int, int]) -> tuple[int, int]:
