@@ -21,6 +21,7 @@ from quant.artifact.errors import IntegrityError
 from quant.artifact.integrity import check_digests, refusal
 from quant.artifact.layout import QuantizedWeight
 from quant.artifact.store import CheckpointReader
+from runtime.kernels.backend import uses_triton
 from runtime.kernels.workspace import KernelOptions, Workspace
 from runtime.model.checkpoint import ArtifactLike, Checkpoint, WeightSource
 from runtime.model.decoder import Decoder, DecoderLayer, Norms
@@ -28,6 +29,8 @@ from runtime.model.errors import UnsupportedModelError
 from runtime.model.linear import Linear
 from runtime.model.spec import ModelSpec
 from runtime.model.tensor_stream import TensorStream
+
+KERNEL_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ def load_decoder(
         SchemeError: modules that are fused do not share a scheme.
     """
     spec, device = ModelSpec.from_config(artifact.config), torch.device(device)
+    _check_head_dim(spec.head_dim, device, dtype)
     kv_scales = tuple(artifact.kv_scales(i) for i in range(spec.num_layers))
     checkpoint = Checkpoint(spec, artifact)
     checkpoint.check()
@@ -96,6 +100,17 @@ def load_decoder(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was on its way has other sizes than what will be needed
     return decoder
+
+
+def _check_head_dim(size: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Kernels hold whole heads in tiles, whose sides are powers of two."""
+    has_kernels = uses_triton(device) and dtype != torch.float32
+    if has_kernels and size not in KERNEL_HEAD_DIMS:
+        sizes = ", ".join(map(str, KERNEL_HEAD_DIMS))
+        raise UnsupportedModelError(
+            f"attention heads of {size}: the kernels for {device.type} serve {sizes}; "
+            "serve this model with --device cpu"
+        )
 
 
 def _layers(

@@ -107,6 +107,17 @@ def test_weights_beyond_float16_are_refused_there_only() -> None:
         load(artifact, torch.float16)
 
 
+def test_heads_that_no_kernel_serves_are_refused_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("runtime.model.loader.uses_triton", lambda _: True)
+    artifact = artifact_of(make_hf("llama", **SHAPE, head_dim=24))
+    with pytest.raises(UnsupportedModelError, match=r"heads of 24.*16, 32, 64, 128, 256.*cpu"):
+        load(artifact, torch.bfloat16)
+    assert artifact.reader.read == []
+    load(artifact, torch.float32)
+
+
 def test_tied_heads() -> None:
     model = make_hf("llama", **SHAPE, tie_word_embeddings=True)
     artifact = artifact_of(model)
