@@ -234,6 +234,8 @@ def table(results: Path, into: Path | None) -> None:
     if into is None:
         print(text, end="")
         return
+    if not into.is_file():
+        raise FileNotFoundError(f"{into}: no file to put the table into")
     page = into.read_text(encoding="utf-8")
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise SystemExit(f"error: {into} does not have one {BEGIN} and one {END}")
