@@ -370,7 +370,7 @@ def _rule(problem: Problem, rows: int, target: KernelTarget) -> Tile:
 
     shape = (rows, problem.n, problem.k)
     if problem.op == "w4a16":
-        return w4a16_rule(rows, shape[1:], target)
+        return w4a16_rule(rows, shape[1:], problem.group or None, target)
     if problem.op == "w8a16":
         return choose_tile(shape, problem.group, False, target)
     if problem.op == "dense":

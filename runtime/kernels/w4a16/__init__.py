@@ -80,5 +80,5 @@ def _tile(x_TK: Tensor, weight: W4A16Weight) -> Tile | None:
     num_rows, target = x_TK.shape[0], target_of(x_TK.device)
     tile = choose(num_rows, weight.shape, weight.group_size, target, weight.options.deterministic)
     if tile.kernel == "wide" and not serves(weight):
-        return rule(num_rows, weight.shape, target)
+        return rule(num_rows, weight.shape, weight.group_size, target)
     return tile

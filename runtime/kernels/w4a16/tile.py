@@ -72,7 +72,7 @@ def choose(
     measured = lookup(target.name, "w4a16", problem_of(shape, group_size), num_rows)
     if measured:
         return Tile(**measured)
-    return rule(num_rows, shape, target)
+    return rule(num_rows, shape, group_size, target)
 
 
 def fixed(num_rows: int, target: KernelTarget) -> Tile:
@@ -149,7 +149,8 @@ def scratch_of(
         if tile.kernel == "wide":
             sums = max(sums, 2 * target.num_sms * tile.block_m * tile.block_n)
             counters = max(counters, 2 * target.num_sms)
-            tile = rule(num_rows, shape, target)  # for weights that "wide" does not serve
+            # For weights that "wide" does not serve.
+            tile = rule(num_rows, shape, group_size, target)
         if tile.kernel in ("dense", "gemv") or tile.split_k == 1:
             continue
         tiles = -(-shape[0] // tile.block_n) * -(-num_rows // tile.block_m)
@@ -159,7 +160,9 @@ def scratch_of(
     return sums, counters
 
 
-def rule(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
+def rule(
+    num_rows: int, shape: tuple[int, int], group_size: int | None, target: KernelTarget
+) -> Tile:
     """What the measured tables have in common.
 
     One row of a small weight: no tensor cores. Up to 16: small programs, everything in registers
@@ -171,7 +174,10 @@ def rule(num_rows: int, shape: tuple[int, int], target: KernelTarget) -> Tile:
     if num_rows == 1 and shape[1] % 2 == 0 and is_small:
         return Tile(kernel="gemv", block_n=4, k_blocks=32, num_warps=4)
     if num_rows <= 16 and target.has_ptx:
-        return _few(num_rows, shape, target)
+        tile = _few(num_rows, shape, target)
+        has_small_groups = group_size is not None and group_size < 128
+        # Their scales take the registers of a second K-block and of a wider tile.
+        return replace(tile, block_n=32, k_blocks=1) if has_small_groups else tile
     if num_rows <= 8:
         split = _split(shape, 32, 1, 4 * target.num_sms)
         return Tile(kernel="warp", block_m=8, block_n=32, split_k=split)
