@@ -29,7 +29,7 @@ def case(name: str, *, pairs: bool, weight: bool, symmetric: bool = True) -> Com
         signature=signature,
         constexprs={
             **absent, "ACT": "silu" if pairs else None, "BLOCK_T": 4, "BLOCK_W": 512,
-            "BLOCK_N": 64, "BLOCK_K": 128, "GROUPS": 1, "HAS_PAIRS": pairs, "HAS_WEIGHT": weight,
+            "BLOCK_N": 64, "BLOCK_K": 128, "GROUPS": 1,
             "USE_PTX": True, "PDL": True,
         },
         overrides=PLAIN,

@@ -15,55 +15,34 @@ Imports triton; `runtime.kernels.w4a16.many` imports this only where it launches
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-# The name changed between Triton 3.6 and 3.9.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_Shared = gl.shared_memory_descriptor
-view_as = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
+from runtime.kernels.w4a16.wide_parts import (
+    barrier,
+    beside,
+    load_column,
+    load_words,
+    tma_load,
+    unpack_plane,
+)
 
 CONSUMERS = gl.constexpr(2)
 HALF_ROWS = gl.constexpr(128)
 
 
-@triton.constexpr_function
-def _unpack_asm(plane, is_bf16):
-    """Two codes at bit 4 * plane of $1's halves -> (code - 8) * scale, two of them."""
-    magic, excess = ("0x43004300", "0x43084308") if is_bf16 else ("0x64006400", "0x64086408")
-    kind = "bf16x2" if is_bf16 else "f16x2"
-    shift = f"shr.u32 t, $1, {4 * plane};" if plane else "mov.b32 t, $1;"
-    return (
-        f"{{ .reg .b32 t, e; mov.b32 e, {excess}; {shift} "
-        f"lop3.b32 t, t, 0x000f000f, {magic}, 0xea; "
-        f"sub.rn.{kind} t, t, e; mul.rn.{kind} $0, t, $2; }}"
-    )
-
-
-@gluon.jit
-def _unpack(words, scale, PLANE: gl.constexpr):
-    asm: gl.constexpr = _unpack_asm(PLANE, scale.dtype == gl.bfloat16)
-    return gl.inline_asm_elementwise(
-        asm, "=r,r,r", [words, scale], dtype=scale.dtype, is_pure=True, pack=2
-    )
-
-
 @gluon.jit
 def _unpack_half(words, scale, HALF: gl.constexpr, A: gl.constexpr):
-    """Planes 2 HALF and 2 HALF + 1 side by side: weights [64, 64]; registers are renamed."""
-    low = _unpack(words, scale, 2 * HALF)
-    high = _unpack(words, scale, 2 * HALF + 1)
-    both = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), (64, 64))
-    return gl.convert_layout(both, A, assert_trivial=True)
+    """Planes 2 HALF and 2 HALF + 1 side by side: weights [64, 64]."""
+    low = unpack_plane(words, scale, None, 2 * HALF)
+    high = unpack_plane(words, scale, None, 2 * HALF + 1)
+    return beside(low, high, A)
 
 
 @gluon.jit
@@ -105,22 +84,6 @@ def _produce(
         tma_load(scale_desc, [first + n_second, kb, 0], bar, scale_bufs.index(2 * stage + 1))
         tma_load(x_desc, [m, kb * 128], bar, x_bufs.index(2 * stage))
         tma_load(x_desc, [m, kb * 128 + 64], bar, x_bufs.index(2 * stage + 1))
-
-
-@gluon.jit
-def _load_words(code_bufs, i, FIRST: gl.constexpr, A: gl.constexpr):
-    """The words [64, 32] of the rows from FIRST on, as an operand."""
-    flat: gl.constexpr = gl.NVMMASharedLayout(64, 16, rank=2)
-    rows = view_as(code_bufs.index(i), gl.int16, [HALF_ROWS, 32], flat)
-    return rows.slice(FIRST, 64).load(A)
-
-
-@gluon.jit
-def _load_scale(scale_bufs, i, FIRST: gl.constexpr, A: gl.constexpr):
-    """The scales [64, 1] of the rows from FIRST on."""
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows = view_as(scale_bufs.index(i), scale_bufs.dtype, [HALF_ROWS], flat)
-    return gl.expand_dims(rows.slice(FIRST, 64).load(gl.SliceLayout(1, A)), 1)
 
 
 @gluon.jit
@@ -172,9 +135,9 @@ def _consume(
     if WHO == 1:  # so that one has products to run while the other stores a tile
         mbarrier.wait(go.index(0), 0)
     mbarrier.wait(full.index(0), 0)
-    words = _load_words(code_bufs, 0, FIRST, A)
-    scale = _load_scale(scale_bufs, 0, FIRST, A)
-    scale_2 = _load_scale(scale_bufs, 1, FIRST, A)
+    words = load_words(code_bufs, 0, FIRST, 64, A)
+    scale = load_column(scale_bufs, 0, FIRST, 64, A)
+    scale_2 = load_column(scale_bufs, 1, FIRST, 64, A)
     w = _unpack_half(words, scale, 0, A)
     unit = 0
     while unit < end:
@@ -190,41 +153,41 @@ def _consume(
             x_high = x_bufs.index(2 * stage + 1).permute((1, 0))
             sums = warpgroup_mma(w, x_low, acc, is_async=True)
             barrier()
-            w_2 = _unpack_half(_load_words(code_bufs, 2 * stage + 1, FIRST, A), scale_2, 0, A)
+            w_2 = _unpack_half(load_words(code_bufs, 2 * stage + 1, FIRST, 64, A), scale_2, 0, A)
             sums_2 = warpgroup_mma(w_2, x_low, more, is_async=True)
             barrier()
-            w_3 = _unpack_half(_load_words(code_bufs, 2 * stage, FIRST, A), scale, 1, A)
+            w_3 = _unpack_half(load_words(code_bufs, 2 * stage, FIRST, 64, A), scale, 1, A)
             sums = warpgroup_mma(w_3, x_high, sums, is_async=True)
             barrier()
-            w_4 = _unpack_half(_load_words(code_bufs, 2 * stage + 1, FIRST, A), scale_2, 1, A)
+            w_4 = _unpack_half(load_words(code_bufs, 2 * stage + 1, FIRST, 64, A), scale_2, 1, A)
             sums_2 = warpgroup_mma(w_4, x_high, sums_2, is_async=True)
             second = (u + 1) % STAGES
             mbarrier.wait(full.index(second), (u + 1) // STAGES & 1)
-            scale = _load_scale(scale_bufs, 2 * second, FIRST, A)
-            scale_2 = _load_scale(scale_bufs, 2 * second + 1, FIRST, A)
+            scale = load_column(scale_bufs, 2 * second, FIRST, 64, A)
+            scale_2 = load_column(scale_bufs, 2 * second + 1, FIRST, 64, A)
             y_low = x_bufs.index(2 * second).permute((1, 0))
             y_high = x_bufs.index(2 * second + 1).permute((1, 0))
             sums, sums_2 = warpgroup_mma_wait(2, deps=(sums, sums_2))
-            w_5 = _unpack_half(_load_words(code_bufs, 2 * second, FIRST, A), scale, 0, A)
+            w_5 = _unpack_half(load_words(code_bufs, 2 * second, FIRST, 64, A), scale, 0, A)
             sums = warpgroup_mma(w_5, y_low, sums, is_async=True)
             barrier()
-            w_6 = _unpack_half(_load_words(code_bufs, 2 * second + 1, FIRST, A), scale_2, 0, A)
+            w_6 = _unpack_half(load_words(code_bufs, 2 * second + 1, FIRST, 64, A), scale_2, 0, A)
             sums_2 = warpgroup_mma(w_6, y_low, sums_2, is_async=True)
             sums, sums_2 = warpgroup_mma_wait(2, deps=(sums, sums_2))
             mbarrier.arrive(empty.index(stage), count=1)
             if WHO == 0:
                 mbarrier.arrive(go.index(0), count=1, pred=u == 0)
-            w_7 = _unpack_half(_load_words(code_bufs, 2 * second, FIRST, A), scale, 1, A)
+            w_7 = _unpack_half(load_words(code_bufs, 2 * second, FIRST, 64, A), scale, 1, A)
             sums = warpgroup_mma(w_7, y_high, sums, is_async=True)
             barrier()
-            w_8 = _unpack_half(_load_words(code_bufs, 2 * second + 1, FIRST, A), scale_2, 1, A)
+            w_8 = _unpack_half(load_words(code_bufs, 2 * second + 1, FIRST, 64, A), scale_2, 1, A)
             sums_2 = warpgroup_mma(w_8, y_high, sums_2, is_async=True)
             ahead = u + 2
             after = ahead % STAGES
             mbarrier.wait(full.index(after), ahead // STAGES & 1, pred=ahead < end)
-            scale = _load_scale(scale_bufs, 2 * after, FIRST, A)
-            scale_2 = _load_scale(scale_bufs, 2 * after + 1, FIRST, A)
-            w = _unpack_half(_load_words(code_bufs, 2 * after, FIRST, A), scale, 0, A)
+            scale = load_column(scale_bufs, 2 * after, FIRST, 64, A)
+            scale_2 = load_column(scale_bufs, 2 * after + 1, FIRST, 64, A)
+            w = _unpack_half(load_words(code_bufs, 2 * after, FIRST, 64, A), scale, 0, A)
             acc, more = warpgroup_mma_wait(0, deps=(sums, sums_2))
             mbarrier.arrive(empty.index(second), count=1)
         n_tile, m_tile = _place(

@@ -41,8 +41,6 @@ def slice_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUPS: tl.constexpr,
-    HAS_PAIRS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     USE_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -55,26 +53,18 @@ def slice_kernel(
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
-    if HAS_PAIRS and not HAS_WEIGHT:
-        gate_tile(
-            pairs_ptr, gated_ptr, num_tokens, width, gated_stride, program,
-            ACT, BLOCK_T, BLOCK_W, USE_PTX, PDL,
-        )  # fmt: skip
-    elif not HAS_PAIRS:
-        dequantize_tile(
-            codes_ptr, scale_ptr, zero_ptr, matrix_ptr, first, num_rows, turn, jump, K, num_kb,
-            program, BLOCK_N, BLOCK_K, GROUPS, USE_PTX, PDL,
-        )  # fmt: skip
-    elif program < gate_programs:
-        gate_tile(
-            pairs_ptr, gated_ptr, num_tokens, width, gated_stride, program,
-            ACT, BLOCK_T, BLOCK_W, USE_PTX, PDL,
-        )  # fmt: skip
-    else:
-        dequantize_tile(
-            codes_ptr, scale_ptr, zero_ptr, matrix_ptr, first, num_rows, turn, jump, K, num_kb,
-            program - gate_programs, BLOCK_N, BLOCK_K, GROUPS, USE_PTX, PDL,
-        )  # fmt: skip
+    if pairs_ptr is not None:  # noqa: SIM102 - the outer condition is decided when compiling
+        if program < gate_programs:
+            gate_tile(
+                pairs_ptr, gated_ptr, num_tokens, width, gated_stride, program,
+                ACT, BLOCK_T, BLOCK_W, USE_PTX, PDL,
+            )  # fmt: skip
+    if matrix_ptr is not None:  # noqa: SIM102
+        if program >= gate_programs:
+            dequantize_tile(
+                codes_ptr, scale_ptr, zero_ptr, matrix_ptr, first, num_rows, turn, jump, K, num_kb,
+                program - gate_programs, BLOCK_N, BLOCK_K, GROUPS, USE_PTX, PDL,
+            )  # fmt: skip
 
 
 @triton.jit

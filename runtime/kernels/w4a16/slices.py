@@ -127,8 +127,6 @@ def _launch(
         BLOCK_N=BLOCK_N,
         BLOCK_K=weight.block_k,
         GROUPS=weight.groups_per_block,
-        HAS_PAIRS=gating is not None,
-        HAS_WEIGHT=rows is not None,
         USE_PTX=target.has_ptx,
         PDL=target.has_pdl,
         num_warps=4,

@@ -21,16 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from runtime.kernels.w4a16.wide_parts import load_words, unpack_half
-
-# Names that changed between Triton 3.6 and 3.9.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from runtime.kernels.w4a16.wide_parts import barrier, load_words, tma_load, unpack_half
 
 CONSUMERS = gl.constexpr(2)
 CHUNK = gl.constexpr(16)

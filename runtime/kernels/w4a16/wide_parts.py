@@ -8,6 +8,11 @@ from __future__ import annotations
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# Names that changed between Triton 3.6 and 3.9.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @triton.constexpr_function
@@ -26,7 +31,7 @@ def _unpack_asm(plane, is_bf16, is_symmetric):
 
 
 @gluon.jit
-def _unpack(words, scale, zero, PLANE: gl.constexpr):
+def unpack_plane(words, scale, zero, PLANE: gl.constexpr):
     """Weights [R, 32] of a plane in the type of `scale` [R, 1]; zero: None for 8 everywhere."""
     asm: gl.constexpr = _unpack_asm(PLANE, scale.dtype == gl.bfloat16, zero is None)
     if zero is None:
@@ -50,7 +55,7 @@ def load_words(code_bufs, stage, FIRST: gl.constexpr, COUNT: gl.constexpr, A: gl
 
 
 @gluon.jit
-def _load_column(bufs, at, FIRST: gl.constexpr, COUNT: gl.constexpr, A: gl.constexpr):
+def load_column(bufs, at, FIRST: gl.constexpr, COUNT: gl.constexpr, A: gl.constexpr):
     """The scales or zero points [COUNT, 1] of a tile's rows from FIRST on."""
     ROWS: gl.constexpr = 16 * bufs.shape[1]
     rows = bufs.index(at).reshape((ROWS,)).slice(FIRST, COUNT)
@@ -62,19 +67,24 @@ def unpack_half(
     words, scale_bufs, zero_bufs, stage, FIRST: gl.constexpr, HALF: gl.constexpr,
     PER_BLOCK: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    """Planes 2 HALF and 2 HALF + 1 side by side: weights [R, 64] of the rows from FIRST on.
-    Registers are renamed, nothing moves."""
+    """Planes 2 HALF and 2 HALF + 1 side by side: weights [R, 64] of the rows from FIRST on."""
     COUNT: gl.constexpr = words.shape[0]
     group = stage * PER_BLOCK + HALF * PER_BLOCK // 2
-    scale = _load_column(scale_bufs, group, FIRST, COUNT, A)
+    scale = load_column(scale_bufs, group, FIRST, COUNT, A)
     zero = zero_bufs
     if zero_bufs is not None:
-        zero = _load_column(zero_bufs, group, FIRST, COUNT, A)
-    low = _unpack(words, scale, zero, 2 * HALF)
+        zero = load_column(zero_bufs, group, FIRST, COUNT, A)
+    low = unpack_plane(words, scale, zero, 2 * HALF)
     if PER_BLOCK == 4:
-        scale = _load_column(scale_bufs, group + 1, FIRST, COUNT, A)
+        scale = load_column(scale_bufs, group + 1, FIRST, COUNT, A)
         if zero_bufs is not None:
-            zero = _load_column(zero_bufs, group + 1, FIRST, COUNT, A)
-    high = _unpack(words, scale, zero, 2 * HALF + 1)
-    both = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), (COUNT, 64))
+            zero = load_column(zero_bufs, group + 1, FIRST, COUNT, A)
+    high = unpack_plane(words, scale, zero, 2 * HALF + 1)
+    return beside(low, high, A)
+
+
+@gluon.jit
+def beside(low, high, A: gl.constexpr):
+    """Two planes [R, 32] as an operand [R, 64]. Registers are renamed, nothing moves."""
+    both = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), (low.shape[0], 64))
     return gl.convert_layout(both, A, assert_trivial=True)
