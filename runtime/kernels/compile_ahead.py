@@ -10,6 +10,7 @@ as if it had been there before. Whatever a fork does not manage is compiled here
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import warnings
@@ -161,7 +162,8 @@ def compile_in_forks(jobs: Sequence[Callable[[], Any]], num_workers: int) -> Non
     """Do compilations in processes, for what they leave on disk.
 
     A fork has this thread alone: what it needs must not be locked by another one. It ends without
-    cleaning up, since what there would be to clean up is its parent's.
+    cleaning up, since what there would be to clean up is its parent's; nor may it collect garbage,
+    for freeing what a dropped engine left on the device is a CUDA call, which aborts a fork.
     """
     queue, feed = os.pipe()
     numbers = b"".join(number.to_bytes(2, "little") for number in range(len(jobs)))
@@ -184,6 +186,7 @@ def _fork(jobs: Sequence[Callable[[], Any]], queue: int) -> int:
     if child:
         return child
     try:
+        gc.disable()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         while number := os.read(queue, 2):
             signal.alarm(KERNEL_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -174,6 +175,37 @@ def test_forks_share_out_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for child in children:
         with pytest.raises(ChildProcessError):
             os.waitpid(child, os.WNOHANG)
+
+
+class Held:
+    """Something in a circle whose end only its own process may see."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.circle = place, self
+
+    def __del__(self) -> None:
+        self.place.with_name(str(os.getpid())).touch()
+
+
+def test_forks_free_nothing_of_their_parents(tmp_path: Path) -> None:
+    def collects() -> None:
+        gc.set_threshold(10, 1, 1)
+        made = [[i] for i in range(10_000)]
+        (tmp_path / "ran").write_text(str(len(made)))
+        raise KeyError("whatever a compiler says")
+
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(1_000_000)  # what is held must still be there when the fork begins
+    try:
+        Held(tmp_path / "held")
+        compile_in_forks([collects], 1)
+        assert (tmp_path / "ran").exists()
+        assert list(tmp_path.iterdir()) == [tmp_path / "ran"]
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert (tmp_path / str(os.getpid())).exists()
 
 
 # Around every number of rows at which W4A16 changes its kernel, and beyond.
