@@ -8,6 +8,9 @@ held-out contracts and on wikitext-2 (48 windows each). Both models are transfor
 float32: the reference with the source's weights, the candidate with the artifact's dequantized
 weights and, where the scheme says so, rounded activations. So it runs wherever torch does, and
 judges the artifact rather than a kernel. One JSON line per figure is appended to --out.
+
+With --peer, llm-compressor (where it is installed) makes its best of the same scheme from the same
+windows first, and is judged by the same code: `extra.peer_kl` and the like.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from benchmarks import peers
 from quant.artifact.artifact import Artifact, open_artifact
 from quant.artifact.layout import QuantizedWeight, dequantize, fake_quantize_activations
 from quant.calibration import windows_from_token_lists
@@ -230,10 +234,51 @@ def quantize(
     return run(source, plan, recipe, calibration, out, device=args.device, progress=ShowProgress())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFigures:
+    """How the best peer setting of a scheme did, by data set and metric."""
+
+    name: str
+    seconds: float
+    figures: dict[str, dict[str, float]]
+
+    def extra(self, dataset: str, metric: str) -> dict[str, Any]:
+        """What a row of ours says of it."""
+        return {
+            "peer": self.name,
+            "peer_seconds": self.seconds,
+            f"peer_{metric.removesuffix('_mean')}": self.figures[dataset][metric],
+        }
+
+
+def judge_peers(
+    scheme: str, source: Source, reference: nn.Module, windows: Windows, args: argparse.Namespace
+) -> PeerFigures | None:
+    """The peer setting of least mean KL on the first data set; None where the scheme has none."""
+    found: list[PeerFigures] = []
+    for peer in peers.PEERS.get(scheme, ()):
+        progress(f"  {peers.described()} {peer.name}")
+        run = peers.run_peer(peer, reference, source.tokenizer(), windows.calibration)
+        figures = {
+            dataset: judge(reference, run.model, texts, args.batch)
+            for dataset, texts in windows.heldout.items()
+        }
+        name = f"{peers.described()} {run.name}"
+        found.append(PeerFigures(name=name, seconds=run.seconds, figures=figures))
+        progress(f"  {name}: {run.seconds:.1f} s, {figures}")
+    first = next(iter(windows.heldout))
+    return min(found, key=lambda f: f.figures[first]["kl_mean"], default=None)
+
+
 def measure(
-    name: str, source: Source, reference: nn.Module, windows: Windows, args: argparse.Namespace
+    name: str,
+    source: Source,
+    reference: nn.Module,
+    windows: Windows,
+    args: argparse.Namespace,
+    peer: PeerFigures | None,
 ) -> Iterator[dict[str, Any]]:
-    """All rows of one candidate."""
+    """All rows of one candidate, beside a peer's figures where there are any."""
     candidate = CANDIDATES[name]
     if args.device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
@@ -252,8 +297,11 @@ def measure(
     for dataset, texts in windows.heldout.items():
         extra = {**common["extra"], "dataset": dataset, "windows": len(texts)}
         for metric, value in judge(reference, model, texts, args.batch).items():
-            unit = UNITS[metric]
-            yield {**common, "metric": metric, "value": value, "unit": unit, "extra": extra}
+            beside = {} if peer is None else peer.extra(dataset, metric)
+            yield {
+                **common, "metric": metric, "value": value, "unit": UNITS[metric],
+                "extra": {**extra, **beside},
+            }  # fmt: skip
 
 
 def row_common(
@@ -313,6 +361,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
         help="change a recipe key for all schemes, such as gptq.damping=0.1; may be repeated",
     )  # fmt: skip
+    parser.add_argument("--peer", action="store_true", help="run llm-compressor beside ours")
     parser.add_argument("--shape", default="smollm2-135m", help="the model's name in the rows")
     parser.add_argument("--commit", help="commit to record (default: asked of git)")
     parser.add_argument("--out", type=Path, required=True, help="JSON Lines file to append to")
@@ -321,6 +370,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in args.names if name not in CANDIDATES]
     if unknown:
         parser.error(f"unknown schemes {', '.join(unknown)}; known: {', '.join(CANDIDATES)}")
+    if args.peer and not peers.is_installed():
+        parser.error("--peer: llmcompressor is not installed (pip install llmcompressor)")
     args.changes = {
         key: yaml.safe_load(value)
         for key, _, value in (text.partition("=") for text in args.settings)
@@ -340,9 +391,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     reference = load_reference(source, args.device)
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    beside: dict[str, PeerFigures | None] = {}
     for name in args.names:
         progress(name)
-        for row in measure(name, source, reference, windows, args):
+        scheme = CANDIDATES[name].scheme
+        if args.peer and scheme not in beside:
+            beside[scheme] = judge_peers(scheme, source, reference, windows, args)
+        for row in measure(name, source, reference, windows, args, beside.get(scheme)):
             dataset = row["extra"].get("dataset", "")
             progress(f"  {name} {dataset} {row['metric']} {row['value']:.5g}")
             with args.out.open("a", encoding="utf-8") as file:
