@@ -42,10 +42,18 @@ class Batch:
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """Batches and their hidden states [B, T, H] at the point the pipeline has reached."""
+    """Batches and their hidden states [B, T, H] at the point the pipeline has reached, on `home`.
+
+    `home` is the device that computes while that has the room, else the CPU (`choose_home`).
+    """
 
     batches: list[Batch]
     hidden: list[Tensor] = field(default_factory=list)
+    home: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def fill(self, hidden: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Start with these states, kept in `dtype`."""
+        self.hidden = [states.to(self.home, dtype) for states in hidden]
 
     def __iter__(self) -> Iterator[tuple[Batch, Tensor]]:
         return iter(zip(self.batches, self.hidden, strict=True))
@@ -53,9 +61,19 @@ class Stream:
     def advance(self, run: Callable[[Tensor, Tensor], Tensor], where: str) -> None:
         """Replace each hidden state by `run(hidden, mask)`; NonFiniteError names a bad sample."""
         for i, batch in enumerate(self.batches):
-            output = run(self.hidden[i], batch.mask).cpu()
+            output = run(self.hidden[i], batch.mask).to(self.home)
             check_finite(output, batch, f"the output of {where}")
             self.hidden[i] = output
+
+
+def choose_home(batches: Sequence[Batch], width: int, dtype: torch.dtype, device: str) -> str:
+    """Where hidden states [B, T, `width`] are kept: `device` if they take a third of what is free
+    there at most, else the CPU. It moves no bit of the result."""
+    if torch.device(device).type != "cuda":
+        return "cpu"
+    num_bytes = sum(batch.mask.numel() for batch in batches) * width * dtype.itemsize
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if 3 * num_bytes <= free else "cpu"
 
 
 def make_batches(windows: Sequence[Sequence[int]], batch_tokens: int) -> list[Batch]:
@@ -122,11 +140,27 @@ class InputStatistics:
         if len(rows) == 0:
             return
         if self.needs_hessian:
+            self._add_products(rows)
+        self._add_squares(rows)
+        largest = torch.linalg.vector_norm(rows, torch.inf, dim=0)
+        self.absmax = torch.maximum(self.absmax, largest.float())
+        self.num_tokens += len(rows)
+
+    def _add_products(self, rows: Tensor) -> None:
+        """hessian += X^T X. Products of bf16 values are exact in float32, so that a GPU's tensor
+        cores may form them; float32 values keep their precision."""
+        if rows.is_cuda and rows.dtype == torch.bfloat16 and self.hessian.dtype == torch.float32:
+            self.hessian += torch.mm(rows.T, rows, out_dtype=torch.float32)
+        else:
             exact = rows.to(self.hessian.dtype)
             self.hessian.addmm_(exact.T, exact)
-        self.square_sum += rows.double().square().sum(0)
-        self.absmax = torch.maximum(self.absmax, rows.abs().amax(0).float())
-        self.num_tokens += len(rows)
+
+    def _add_squares(self, rows: Tensor) -> None:
+        if rows.is_cuda:  # float64 copies of a large batch are a layer's worth of memory
+            norm = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32)
+            self.square_sum += norm.double().square()
+        else:
+            self.square_sum += rows.double().square().sum(0)
 
     @property
     def mean_square(self) -> Tensor:

@@ -174,7 +174,7 @@ def stored_parts(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 def install(linear: nn.Linear, weight: QuantizedWeight) -> None:
     """Make `linear` compute as the runtime will: dequantized weight, fake-quantized input."""
     linear.weight = nn.Parameter(
-        dequantize(weight).to(linear.weight.device, torch.float32), requires_grad=False
+        dequantize(weight).to(linear.weight.device, linear.weight.dtype), requires_grad=False
     )
     if weight.scheme.activations is not None:
         quantize_input(linear, weight.scheme.activations)

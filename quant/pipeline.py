@@ -31,7 +31,7 @@ from quant.artifact.probe import ProbeRecord, make_probe
 from quant.artifact.scheme import Scheme
 from quant.artifact.writer import ArtifactWriter
 from quant.calibration import Calibration
-from quant.capture import Batch, Stream, make_batches, tapped
+from quant.capture import Batch, Stream, choose_home, make_batches, tapped
 from quant.checkpoint import Source
 from quant.errors import PipelineError, SourceError
 from quant.kv_scales import choose_scales, fake_quantize_kv, scale_names
@@ -216,16 +216,28 @@ def start_job(
     )
     streams = [Stream(batches=[Batch.single(i, ids) for i, ids in enumerate(probe_ids(source))])]
     if calibration is not None and needs_windows(plan):
-        batches = make_batches(calibration.samples, recipe.calibration.batch_tokens)
+        batches = make_batches(calibration.samples, tokens_at_once(recipe, plan, device))
         streams.append(Stream(batches=batches))
     embedding = stored_tensors(source, settings.dtype, ["model.embed_tokens.weight"])
     check_ids(source, streams)
     for stream in streams:
-        stream.hidden = skeleton.embed(embedding, [batch.token_ids for batch in stream.batches])
+        width, dtype = plan.hidden_size, skeleton.compute_dtype
+        stream.home = torch.device(choose_home(stream.batches, width, dtype, device))
+        stream.fill(skeleton.embed(embedding, [b.token_ids for b in stream.batches]), dtype)
     return Job(
         source=source, plan=plan, skeleton=skeleton, writer=writer, settings=settings,
         calibration=streams[1] if len(streams) > 1 else None, probe=streams[0],
     )  # fmt: skip
+
+
+def tokens_at_once(recipe: Recipe, plan: Plan, device: str) -> int:
+    """Tokens of a batch. Where the recipe does not say, a GPU takes as many as keep it busy, and
+    no tensor of a layer is larger than 2^28 values for it."""
+    asked = recipe.calibration
+    if torch.device(device).type != "cuda" or "batch_tokens" in asked.model_fields_set:
+        return asked.batch_tokens
+    widest = max(max(row.shape) for row in plan.rows if row.layer is not None)
+    return max(asked.batch_tokens, min(1 << 15, (1 << 28) // widest))
 
 
 def check_ids(source: Source, streams: Sequence[Stream]) -> None:
@@ -365,7 +377,7 @@ def finish_outer(job: Job) -> ProbeRecord:
     with torch.no_grad(), job.skeleton.head(state) as head:
         act = schemes[HEAD].activations
         handle = quantize_input(_linear(head, HEAD), act) if act else None
-        logits = head(inputs_embeds=last.to(job.skeleton.device)).logits[:, 0].cpu()
+        logits = head(inputs_embeds=last.to(job.skeleton.device, torch.float32)).logits[:, 0].cpu()
         if handle is not None:
             handle.remove()
     prompts = [batch.token_ids[0].tolist() for batch in job.probe.batches]
@@ -384,7 +396,7 @@ def quantize_outer(job: Job, outer: list[str]) -> tuple[dict[str, Tensor], dict[
 
         def run_head(hidden: Tensor, mask: Tensor) -> object:
             with torch.no_grad():
-                return head(inputs_embeds=hidden.to(job.skeleton.device))
+                return head(inputs_embeds=hidden.to(job.skeleton.device, torch.float32))
 
         outcomes = quantize_stage(
             rows, {HEAD: _linear(head, HEAD)},

@@ -38,6 +38,7 @@ def law(room: str, ours: str, outside: str | None = None, never: str = "") -> La
 LAWS = [
     law("quant.artifact", "quant.artifact", "numpy torch safetensors pydantic"),
     law("quant", "quant", never="triton fastapi"),
+    law("quant.methods.columns_kernel", "quant.artifact quant.methods.columns", "torch triton"),
     law("runtime.request", "", ""),
     law("runtime.config", "", ""),
     law("runtime.engine.scheduler", "runtime.request runtime.config runtime.engine", ""),

@@ -21,6 +21,7 @@ Shape legend: O output rows, I input columns, G groups, S = I / G.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,8 +34,9 @@ from quant.artifact.layout import (
     round_scale,
 )
 from quant.artifact.scheme import Scheme, WeightScheme
+from quant.methods.columns import KERNEL_COLUMNS, Grid, sweep_reference
 from quant.methods.rtn import rtn
-from quant.methods.scales import decode, encode, grouped, search_scales, store_codes, within
+from quant.methods.scales import grouped, search_scales, store_codes, within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,41 +61,6 @@ class GPTQInfo:
     fallback: bool
     dead_columns: int
     loss: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """The values a weight may take. scale, zero_point, is_zero: [G, O], a group's rows adjacent.
-
-    is_zero marks groups of nothing but zeros. They stay zero: a padded or pruned channel must not
-    be put to use.
-    """
-
-    scheme: WeightScheme
-    scale: Tensor
-    zero_point: Tensor | None
-    is_zero: Tensor
-
-    def group(self, column: int) -> int:
-        """The group a column belongs to."""
-        size = self.scheme.group_size
-        return 0 if size is None else column // size
-
-    def nearest(self, values: Tensor, column: int) -> tuple[Tensor, Tensor]:
-        """Codes of `values` [O] in that column, and what they reconstruct to; float32."""
-        group = self.group(column)
-        scale, zero = self.scale[group], None
-        if self.zero_point is not None:
-            zero = self.zero_point[group]
-        codes = encode(values, scale, zero, self.scheme)
-        codes = torch.where(self.is_zero[group], 0.0 if zero is None else zero.float(), codes)
-        return codes, decode(codes, scale, zero)
-
-    def values(self, codes: Tensor) -> Tensor:
-        """What `codes` [O, I] reconstruct to, float32."""
-        width, zero = codes.shape[1] // len(self.scale), self.zero_point
-        spread = None if zero is None else zero.T.repeat_interleave(width, 1)
-        return decode(codes, self.scale.T.repeat_interleave(width, 1), spread)
 
 
 def gptq(
@@ -176,22 +143,28 @@ def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor | None, flo
     """
     mean = float(hessian.diagonal().mean())
     rungs = [damping * 10**step for step in range(6) if damping * 10**step <= 1.0] or [damping]
-    eye = torch.eye(len(hessian), device=hessian.device)
     for rung in rungs:
         for dtype in (torch.float32, torch.float64):
-            factor = _try_factor((hessian + rung * mean * eye).to(dtype))
+            damped = hessian.to(dtype, copy=True)
+            damped.diagonal().add_(rung * mean)
+            factor = _try_factor(damped)
             if factor is not None:
                 return factor.float(), rung
     return None, rungs[-1]
 
 
 def _try_factor(damped: Tensor) -> Tensor | None:
-    lower, failed = torch.linalg.cholesky_ex(damped)
-    if failed:
-        return None
-    inverse = torch.cholesky_inverse(lower)
-    upper, failed = torch.linalg.cholesky_ex((inverse + inverse.T) / 2, upper=True)
-    return upper if not failed and bool(torch.isfinite(upper).all()) else None
+    """U, upper triangular, with U^T U = damped^-1; None unless that is finite.
+
+    With J the reversal and J H J = L L^T, U = J L^-1 J: the inverse itself is never made, one
+    factorization and one triangular solve do.
+    """
+    lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+    inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
+    del lower, eye
+    is_usable = (failed == 0) & torch.isfinite(inverse.sum())
+    return inverse.flip(0, 1) if bool(is_usable) else None
 
 
 def _propagate(
@@ -204,18 +177,30 @@ def _propagate(
     column is then one piece of memory).
     """
     remaining = weight.T[order].contiguous()
-    codes = torch.empty_like(remaining)
-    columns = order.tolist()
-    for start in range(0, len(columns), block_size):
-        end = min(start + block_size, len(columns))
+    codes, groups = torch.empty_like(remaining), grid.groups(order)
+    for start, end in _blocks(remaining, block_size):
         block, local = remaining[start:end], factor[start:end, start:end]
-        errors = torch.empty_like(block)
-        for i in range(end - start):
-            codes[start + i], value = grid.nearest(block[i], columns[start + i])
-            errors[i] = (block[i] - value) / local[i, i]
-            block[i + 1 :].addr_(local[i, i + 1 :], errors[i], alpha=-1)
+        codes[start:end], errors = sweep(block, local, groups[start:end], grid, None)
         remaining[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
     return codes[torch.argsort(order)].T.contiguous()
+
+
+def sweep(
+    block: Tensor, local: Tensor, groups: Tensor, grid: Grid, present: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`sweep_reference`, by the kernel where there is a GPU and triton."""
+    if block.is_cuda and importlib.util.find_spec("triton") is not None:
+        # Not at the top: triton is on no machine without a GPU.
+        from quant.methods.columns_kernel import launch_sweep
+
+        return launch_sweep(block, local, groups, grid, present)
+    return sweep_reference(block, local, groups, grid, present)
+
+
+def _blocks(columns: Tensor, block_size: int) -> list[tuple[int, int]]:
+    """(start, end) of the lazy updates; on a GPU no longer than its kernel takes."""
+    size, total = min(block_size, KERNEL_COLUMNS) if columns.is_cuda else block_size, len(columns)
+    return [(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def _descend(
@@ -227,20 +212,13 @@ def _descend(
     gradient / diag(H). Columns of the weight are rows here, as in `_propagate`.
     """
     permuted = hessian[order][:, order]
-    values = grid.values(codes).T[order]
+    values = grid.values(codes).T[order].contiguous()
     gradient = permuted @ (weight.T[order] - values)
-    result = torch.empty_like(values)
-    columns = order.tolist()
-    for start in range(0, len(columns), block_size):
-        end = min(start + block_size, len(columns))
+    result, groups = torch.empty_like(values), grid.groups(order)
+    for start, end in _blocks(values, block_size):
         slope, local = gradient[start:end], permuted[start:end, start:end]
-        steps = torch.empty_like(slope)
-        for i in range(end - start):
-            present = values[start + i]
-            best = present + slope[i] / local[i, i]
-            result[start + i], value = grid.nearest(best, columns[start + i])
-            steps[i] = value - present
-            slope[i + 1 :].addr_(local[i, i + 1 :], steps[i], alpha=-1)
+        present = values[start:end]
+        result[start:end], steps = sweep(slope, local, groups[start:end], grid, present)
         gradient[end:].addmm_(permuted[start:end, end:].T, steps, alpha=-1)
     return result[torch.argsort(order)].T.contiguous()
 

@@ -1,0 +1,81 @@
+"""One block of columns, rounded one after another: what GPTQ and coordinate descent have in common.
+
+`sweep_reference` is the definition, in torch. On a GPU with triton `quant.methods.columns_kernel`
+computes the same in one launch, where the loop here makes ten per column; `quant.methods.gptq`
+picks. Columns of the weight are rows of the tensors here, so that a column is one piece of memory.
+
+Shape legend: O output rows, C columns of the block, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quant.artifact.scheme import WeightScheme
+from quant.methods.scales import decode, encode
+
+# The kernel holds a block's columns in registers.
+KERNEL_COLUMNS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The values a weight may take. scale, zero_point, is_zero: [G, O], a group's rows adjacent.
+
+    is_zero marks groups of nothing but zeros. They stay zero: a padded or pruned channel must not
+    be put to use.
+    """
+
+    scheme: WeightScheme
+    scale: Tensor
+    zero_point: Tensor | None
+    is_zero: Tensor
+
+    def groups(self, columns: Tensor) -> Tensor:
+        """The group each of `columns` belongs to, int32."""
+        size = self.scheme.group_size
+        found = torch.zeros_like(columns) if size is None else columns // size
+        return found.to(torch.int32)
+
+    def nearest(self, values: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Codes of `values` [O] in that group, and what they reconstruct to; float32."""
+        scale, zero = self.scale[group], None
+        if self.zero_point is not None:
+            zero = self.zero_point[group]
+        codes = encode(values, scale, zero, self.scheme)
+        codes = torch.where(self.is_zero[group], 0.0 if zero is None else zero.float(), codes)
+        return codes, decode(codes, scale, zero)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """What `codes` [O, I] reconstruct to, float32."""
+        width, zero = codes.shape[1] // len(self.scale), self.zero_point
+        spread = None if zero is None else zero.T.repeat_interleave(width, 1)
+        return decode(codes, self.scale.T.repeat_interleave(width, 1), spread)
+
+
+def sweep_reference(
+    block: Tensor, local: Tensor, groups: Tensor, grid: Grid, present: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Codes of a block of columns, and what each column pushes on: both [C, O] float32.
+
+    Column i takes the code nearest to its target and changes the columns after it by
+    -local[i, j] * pushed[i]. `block` [C, O] is used up. groups [C] int32.
+
+    GPTQ (`present` is None): the target is block[i], the remaining weight, and the error over
+    local[i, i] is pushed, `local` [C, C] being the Cholesky factor of the inverse Hessian.
+    Coordinate descent: the target is present[i] + block[i] / local[i, i], `block` being the
+    gradient and `local` the Hessian, and the change of the column is pushed.
+    """
+    codes, pushed = torch.empty_like(block), torch.empty_like(block)
+    for i, group in enumerate(groups.tolist()):
+        if present is None:
+            codes[i], value = grid.nearest(block[i], group)
+            pushed[i] = (block[i] - value) / local[i, i]
+        else:
+            codes[i], value = grid.nearest(present[i] + block[i] / local[i, i], group)
+            pushed[i] = value - present[i]
+        block[i + 1 :].addr_(local[i, i + 1 :], pushed[i], alpha=-1)
+    return codes, pushed
