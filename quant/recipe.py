@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -46,7 +46,7 @@ from quant.located_yaml import KeyPath, LocatedYaml, parse_yaml
 from quant.recipe_errors import Finding, explain_validation, place, render_findings
 
 MethodName = Literal["none", "rtn", "gptq"]
-SchemeName = Literal["dense", "w4a16", "w8a16", "w8a8", "fp8"]
+SchemeName = Literal["dense", "w3a16", "w4a16", "w8a16", "w4a8", "w4a8-fp8", "w8a8", "fp8"]
 HeadSchemeName = Literal["dense", "w8a16"]
 GroupSize = Literal[32, 64, 128, "channel"]
 DTypeName = Literal["auto", "float32", "float16", "bfloat16"]
@@ -62,7 +62,7 @@ class _Section(BaseModel):
 class WeightsSection(_Section):
     """`weights:`, the long form of a scheme's weight half."""
 
-    num_bits: Literal[4, 8]
+    num_bits: Literal[3, 4, 8]
     kind: Literal["int", "float"] = "int"
 
 
@@ -272,7 +272,8 @@ def _resolve(recipe: Recipe, index: int | None) -> ModuleRule:
         return ModuleRule(scheme=None, method="none", reason=reason, override=index)
     if scheme.layout == "pack-quantized":
         group_size = _first(rule and rule.group_size, recipe.group_size, DEFAULT_GROUP_SIZE)
-        symmetric = _first(rule and rule.symmetric, recipe.symmetric, True)
+        asked = _first(rule and rule.symmetric, recipe.symmetric, True)
+        symmetric = asked or scheme.activations is not None
         scheme = _packed(scheme, group_size, symmetric)
     method = _first(rule and rule.method, recipe.method)
     return ModuleRule(scheme=scheme, method=method, reason=reason, override=index)
@@ -294,7 +295,7 @@ def _packed(scheme: Scheme, group_size: int | str, symmetric: bool) -> Scheme:
         strategy=strategy,
         group_size=size,
     )
-    return Scheme(layout=scheme.layout, weights=weights)
+    return Scheme(layout=scheme.layout, weights=weights, activations=scheme.activations)
 
 
 def _base_scheme(named: Recipe | OverrideRule) -> Scheme:
@@ -323,7 +324,9 @@ def _base_scheme(named: Recipe | OverrideRule) -> Scheme:
 def _layout(weights: WeightsSection, activations: ActivationScheme | None) -> Layout:
     if weights.kind == "float":
         return "float-quantized"
-    return "pack-quantized" if activations is None else "int-quantized"
+    return (
+        "int-quantized" if activations is not None and weights.num_bits == 8 else "pack-quantized"
+    )
 
 
 def _contradictions(recipe: Recipe) -> Iterator[Finding]:
@@ -381,7 +384,8 @@ def _section_faults(
         yield (*path, "activations"), "given without weights; spell out both or name a scheme"
         return
     if section is recipe and not (section.scheme or section.weights):
-        yield (), "scheme: missing; expected one of dense, w4a16, w8a16, w8a8, fp8 (or weights:)"
+        known = ", ".join(get_args(SchemeName))
+        yield (), f"scheme: missing; expected one of {known} (or weights:)"
         return
     named = section if section.scheme or section.weights else recipe
     try:
@@ -397,6 +401,11 @@ def _granularity_faults(
     scheme: Scheme, section: Recipe | OverrideRule, path: KeyPath
 ) -> Iterator[Finding]:
     if scheme.layout == "pack-quantized":
+        if section.symmetric is False and scheme.activations is not None:
+            yield (
+                (*path, "symmetric"),
+                f"found false, but {scheme.label} is symmetric; leave it out",
+            )
         return
     if section.group_size not in (None, "channel"):
         yield (

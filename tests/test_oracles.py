@@ -23,6 +23,9 @@ from runtime.engine.score import ScoreItem
 RECIPES: dict[str, dict[str, Any]] = {
     "w4a16": {"scheme": "w4a16", "group_size": 32, "method": "gptq"},
     "w8a16": {"scheme": "w8a16", "group_size": "channel"},
+    "w3a16": {"scheme": "w3a16", "group_size": 32, "method": "gptq"},
+    "w4a8": {"scheme": "w4a8", "group_size": 32},
+    "w4a8-fp8": {"scheme": "w4a8-fp8", "group_size": 32},
     "w8a8": {"scheme": "w8a8"},
     "fp8": {"scheme": "fp8"},
     "mixed": {
@@ -31,6 +34,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "overrides": [{"match": "*.mlp.down_proj", "scheme": "w8a8"}],
     },
 }
+WITHOUT_KERNEL = ("w3a16", "w4a8", "w4a8-fp8")
 PROMPT = tuple(range(5, 69))
 
 
@@ -62,6 +66,7 @@ def test_transformers_loads_the_artifact_and_agrees(
         linear = model.get_submodule(module)
         assert torch.equal(dequantize(weight).float(), linear.weight.float()), module
     engine = Engine.from_artifact(path, EngineConfig(max_model_len=128, num_gpu_blocks_override=32))
+    assert ("no kernel" in engine.resolved.reasons["dtype"]) == (name in WITHOUT_KERNEL)
     score = engine.score([ScoreItem(token_ids=PROMPT, reference=theirs)])[0]
     chosen = theirs.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
     assert torch.allclose(-torch.tensor(score.nll), chosen, rtol=1e-2, atol=1e-2)

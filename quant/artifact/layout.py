@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quant.artifact.errors import IntegrityError, SchemeError
-from quant.artifact.scheme import ActivationScheme, Scheme, WeightScheme
+from quant.artifact.scheme import INT_BITS, ActivationScheme, Scheme, WeightScheme
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -110,9 +110,9 @@ def min_max_qparams(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale [out, G] in `scale_dtype` and zero point [out, G] int8 (None when symmetric).
 
-    compressed-tensors' rule over the full code range: symmetric absmax / 7.5 (int4), / 127.5
-    (int8), / 448 (fp8); asymmetric (max - min) / (2^b - 1) with zero inside [min, max]. The zero
-    point is computed from the scale as stored. A group of zeros gets epsilon and zero point 0.
+    compressed-tensors' rule over the full code range: symmetric absmax / 3.5 (int3), / 7.5
+    (int4), / 127.5 (int8), / 448 (fp8); asymmetric (max - min) / (2^b - 1) with zero inside
+    [min, max]. The zero point is computed from the scale as stored. A group of zeros gets epsilon and zero point 0.
 
     Raises SchemeError when the weight holds NaN or Inf, the group size does not divide, or a
     scale does not fit `scale_dtype`.
@@ -207,14 +207,20 @@ def packed_width(width: int, num_bits: int) -> int:
 def pack(codes: Tensor, num_bits: int) -> Tensor:
     """int8 codes [rows, width] -> int32 words [rows, ceil(width * b / 32)], first code lowest.
 
-    Each code is stored as code + 2^(b-1); unused bits of the last word are zero.
+    Each code is stored as code + 2^(b-1) at bits [i * b, (i + 1) * b) of its row's bit stream, so
+    3-bit codes straddle words; unused bits of the last word are zero.
     """
-    assert num_bits in (4, 8)
+    assert num_bits in INT_BITS
     assert codes.dtype == torch.int8
     assert sys.byteorder == "little"
     unsigned = (codes + (1 << (num_bits - 1))).view(torch.uint8)  # int8 wraps, as 8 bits need
-    per_word = 32 // num_bits
-    unsigned = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % per_word))
+    pad = torch.nn.functional.pad
+    if num_bits == 3:
+        stream = _bits(unsigned, 3)
+        words = packed_width(codes.shape[1], 3)
+        unsigned = _from_bits(pad(stream, (0, 32 * words - stream.shape[1])), 8)
+    else:
+        unsigned = pad(unsigned, (0, -codes.shape[1] % (32 // num_bits)))
     if num_bits == 4:
         unsigned = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
     return as_bytes(unsigned).view(torch.int32).reshape(codes.shape[0], -1)
@@ -222,14 +228,29 @@ def pack(codes: Tensor, num_bits: int) -> Tensor:
 
 def unpack(packed: Tensor, num_bits: int, width: int) -> Tensor:
     """The inverse of `pack`: int32 words [rows, words] -> int8 codes [rows, width]."""
-    assert num_bits in (4, 8)
+    assert num_bits in INT_BITS
     assert packed.dtype == torch.int32
     assert sys.byteorder == "little"
     unsigned = as_bytes(packed).reshape(packed.shape[0], -1)
     if num_bits == 4:
         unsigned = torch.stack((unsigned & 0xF, unsigned >> 4), dim=-1).flatten(1)
+    elif num_bits == 3:
+        unsigned = _from_bits(_bits(unsigned, 8)[:, : 3 * width], 3)
     codes = unsigned.view(torch.int8)[:, :width] - (1 << (num_bits - 1))
     return codes.contiguous()
+
+
+def _bits(values: Tensor, num_bits: int) -> Tensor:
+    """The low bits of uint8 `values` [rows, n], lowest first: uint8 0 or 1 [rows, n * num_bits]."""
+    shifts = torch.arange(num_bits, dtype=torch.uint8, device=values.device)
+    return ((values.unsqueeze(-1) >> shifts) & 1).flatten(1)
+
+
+def _from_bits(stream: Tensor, num_bits: int) -> Tensor:
+    """The inverse of `_bits`."""
+    shifts = torch.arange(num_bits, dtype=torch.uint8, device=stream.device)
+    fields = stream.reshape(stream.shape[0], -1, num_bits) << shifts
+    return fields.sum(-1, dtype=torch.uint8)
 
 
 def tensor_names(scheme: Scheme) -> tuple[str, ...]:

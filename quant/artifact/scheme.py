@@ -14,6 +14,7 @@ from quant.artifact.errors import SchemeError
 
 Layout = Literal["dense", "pack-quantized", "int-quantized", "float-quantized"]
 GROUP_SIZES = (128, 64, 32)
+INT_BITS = (3, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +34,8 @@ class WeightScheme:
     def __post_init__(self) -> None:
         if self.kind == "float" and (self.num_bits != 8 or not self.symmetric):
             raise SchemeError("float weights are fp8 e4m3: num_bits 8 and symmetric")
-        if self.kind == "int" and self.num_bits not in (4, 8):
-            raise SchemeError(f"integer weights have 4 or 8 bits, not {self.num_bits}")
+        if self.kind == "int" and self.num_bits not in INT_BITS:
+            raise SchemeError(f"integer weights have 3, 4 or 8 bits, not {self.num_bits}")
         if (self.strategy == "group") != (self.group_size is not None):
             raise SchemeError("strategy 'group' goes with a group_size, 'channel' without one")
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
@@ -78,19 +79,26 @@ class Scheme:
 
     @property
     def label(self) -> str:
-        """Short name for tables: `w4a16-g64`, `w4a16-g64-asym`, `w8a8-channel`, `dense`."""
+        """Short name for tables: `w4a16-g64`, `w4a16-g64-asym`, `w4a8-fp8-g64`, `dense`."""
         if self.weights is None:
             return "dense"
         w, a = self.weights, self.activations
         head = "fp8" if w.kind == "float" else f"w{w.num_bits}a{a.num_bits if a else 16}"
+        if w.kind == "int" and a is not None and a.kind == "float":
+            head += "-fp8"
         unit = f"g{w.group_size}" if w.group_size else "channel"
         return f"{head}-{unit}" + ("" if w.symmetric else "-asym")
 
 
 def check_layout(layout: Layout, w: WeightScheme, a: ActivationScheme | None) -> None:
     """Raise SchemeError unless this layout can hold these codes and a serving engine accepts it."""
-    if layout == "pack-quantized" and (w.kind != "int" or a is not None):
-        raise SchemeError("pack-quantized holds integer weights with 16-bit activations")
+    if layout == "pack-quantized" and w.kind != "int":
+        raise SchemeError("pack-quantized holds integer weights")
+    if layout == "pack-quantized" and a is not None and (w.num_bits != 4 or not w.symmetric):
+        raise SchemeError(
+            "pack-quantized with 8-bit inputs is W4A8: symmetric 4-bit weights, dynamic int8 or "
+            f"e4m3 inputs; not {w.num_bits}-bit {'symmetric' if w.symmetric else 'asymmetric'} ones"
+        )
     if layout == "int-quantized" and (
         w.kind != "int"
         or w.num_bits != 8
@@ -116,6 +124,11 @@ PRESETS: dict[str, Scheme] = {
     "dense": DENSE,
     "w4a16": Scheme(layout="pack-quantized", weights=_INT4),
     "w8a16": Scheme(layout="pack-quantized", weights=replace(_INT4, num_bits=8)),
+    "w3a16": Scheme(layout="pack-quantized", weights=replace(_INT4, num_bits=3)),
+    "w4a8": Scheme(layout="pack-quantized", weights=_INT4, activations=ActivationScheme()),
+    "w4a8-fp8": Scheme(
+        layout="pack-quantized", weights=_INT4, activations=ActivationScheme(kind="float")
+    ),
     "w8a8": Scheme(layout="int-quantized", weights=_INT8, activations=ActivationScheme()),
     "fp8": Scheme(
         layout="float-quantized", weights=_FP8, activations=ActivationScheme(kind="float")

@@ -36,6 +36,7 @@ from runtime.engine.step_plan import RunnerLimits
 from runtime.kernels import fast_launch
 from runtime.kernels.backend import uses_triton
 from runtime.kernels.compile_ahead import look_up_compiler
+from runtime.kernels.linear import has_own_product
 from runtime.kernels.workspace import KernelOptions, Workspace
 from runtime.model.decoder import Decoder
 from runtime.model.kv_cache import KVCache
@@ -79,6 +80,7 @@ def load(
         has_cuda=torch.cuda.is_available(),
         has_triton=uses_triton(torch.device("cuda")),
     )
+    numerics = _with_dense_products(numerics, artifact)
     compiler = look_up_compiler() if uses_triton(torch.device(numerics.device)) else None
     device = _opened(numerics.device)
     clock.lap("device")
@@ -110,6 +112,20 @@ def load(
         decoder=decoder, kv=kv, resolved=resolved, artifact=artifact, runner=runner,
         startup=clock.startup,
     )  # fmt: skip
+
+
+def _with_dense_products(numerics: Numerics, artifact: Artifact) -> Numerics:
+    """`numerics`, its reasons naming the schemes that have no kernel here."""
+    schemes = artifact.schemes().values()
+    labels = sorted({scheme.label for scheme in schemes if not has_own_product(scheme)})
+    if not labels:
+        return numerics
+    note = (
+        f"no kernel multiplies {', '.join(labels)}: dequantized at load, with the memory and the "
+        "speed of a dense model"
+    )
+    said = "; ".join(filter(None, (numerics.reasons.get("dtype"), note)))
+    return replace(numerics, reasons=numerics.reasons | {"dtype": said})
 
 
 def make_runner(decoder: Decoder, kv: KVCache, resolved: ResolvedConfig) -> Runner:

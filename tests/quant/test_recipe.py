@@ -73,7 +73,8 @@ def test_faults_say_where_what_and_what_else(text: str, parts: list[str]) -> Non
         ("scheme: w4a16\nmethod: none\n", "expected rtn or gptq"),
         ("scheme: w4a16\nweights: {num_bits: 4}\nmethod: rtn\n", "not both"),
         ("activations: {}\nscheme: w8a8\nmethod: rtn\n", "given without weights"),
-        ("weights: {num_bits: 4}\nactivations: {}\nmethod: rtn\n", "int-quantized is W8A8"),
+        ("weights: {num_bits: 3}\nactivations: {}\nmethod: rtn\n", "8-bit inputs is W4A8"),
+        ("scheme: w4a8\nmethod: rtn\nsymmetric: false\n", "r.yaml:3: symmetric"),
         (GOOD + "overrides: [{match: x, scheme: fp8}]\n", "overrides[0].method"),
     ],
 )
@@ -172,3 +173,15 @@ def test_wrong_command_line_values_name_the_flag() -> None:
 def test_recipes_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Recipe.parse(GOOD).method = "rtn"  # type: ignore[misc]
+
+
+def test_four_bits_with_eight_bit_inputs_are_spelt_out_or_named() -> None:
+    named = Recipe.parse("scheme: w4a8-fp8\nmethod: rtn\n").module_rule("x").scheme
+    spelt = "weights: {num_bits: 4}\nactivations: {kind: float}\nmethod: rtn\n"
+    assert Recipe.parse(spelt).module_rule("x").scheme == named
+    assert named is not None
+    assert named.label == "w4a8-fp8-g128"
+    inherited = "scheme: w4a16\nsymmetric: false\nmethod: rtn\noverrides: "
+    rule = Recipe.parse(inherited + "[{match: x, scheme: w4a8}]\n").module_rule("x")
+    assert rule.scheme is not None
+    assert rule.scheme.label == "w4a8-g128"

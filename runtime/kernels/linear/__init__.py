@@ -11,6 +11,8 @@ What serves which weight, and what it costs in memory per weight:
 | w8a8 (int8)   | int8 matmul where exact, 1 byte; else  | the same, else the codes, 2 bytes     |
 |               | float32 matmul over the codes, 4 bytes |                                       |
 | fp8           | e4m3 codes as float32, 4 bytes         | e4m3 codes as bfloat16, 2 bytes       |
+| w3a16, w4a8,  | dequantized once, 4 bytes; w4a8's      | the same, 2 bytes: the speed and the  |
+| w4a8-fp8      | inputs are rounded to their codes      | memory of a dense model               |
 
 float32 means float32: torch's int4 kernel rounds inputs and outputs to bfloat16, so using it only
 for small batches would make a row's result depend on the rows beside it. With compute type
@@ -27,8 +29,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quant.artifact.layout import QuantizedWeight, dequantize, quantize_activations
-from quant.artifact.scheme import ActivationScheme
+from quant.artifact.layout import (
+    QuantizedWeight,
+    dequantize,
+    fake_quantize_activations,
+    quantize_activations,
+)
+from quant.artifact.scheme import ActivationScheme, Scheme
 from runtime.kernels.backend import target_of, uses_triton
 from runtime.kernels.dense import dense_linear
 from runtime.kernels.gate import Activation, gate
@@ -44,6 +51,7 @@ from runtime.kernels.linear.weights import (
     DynamicWeight,
     PackedInt4Weight,
     PackedWeight,
+    RoundedInputWeight,
 )
 from runtime.kernels.quantize import QuantizedActivations, quantize
 from runtime.kernels.w4a16 import (
@@ -78,10 +86,12 @@ __all__ = [
     "DynamicWeight",
     "PackedInt4Weight",
     "PackedWeight",
+    "RoundedInputWeight",
     "add_linear_",
     "can_add",
     "expected_activations",
     "gated_linear",
+    "has_own_product",
     "linear",
     "linear_in_float32",
     "pack_dense",
@@ -127,11 +137,15 @@ def pack_quantized(
 
     `options` are needed where Triton serves the device.
     """
+    activations = weight.scheme.activations
+    if activations is not None and weight.scheme.layout == "pack-quantized":
+        dense = pack_dense(dequantize(weight), dtype, device, options)
+        return RoundedInputWeight(dense=dense, activations=activations)
     if options is not None and uses_triton(device) and dtype != torch.float32:
         packed = _pack_for_triton(weight, dtype, device, options)
         if packed is not None:
             return packed
-    if weight.scheme.activations is not None:
+    if activations is not None:
         return _pack_dynamic(weight, dtype, device)
     if device.type == "cpu" and can_pack_int4(weight, dtype):
         return pack_int4(weight)
@@ -149,6 +163,15 @@ def _pack_for_triton(
     if can_pack_w8a16(weight, dtype):
         return pack_w8a16(weight, dtype, device, options)
     return None
+
+
+def has_own_product(scheme: Scheme) -> bool:
+    """Whether products are made from the codes of this scheme somewhere; otherwise it is served as
+    a dense matrix, which saves neither memory nor time."""
+    weights = scheme.weights
+    if weights is None or scheme.layout != "pack-quantized":
+        return True
+    return weights.num_bits != 3 and scheme.activations is None
 
 
 def expected_activations(weight: PackedWeight) -> ActivationScheme | None:
@@ -189,6 +212,9 @@ def linear(
             return w8a16_linear(x, weight, bias)
         case PackedInt4Weight():
             y = int4_linear(x, weight)
+        case RoundedInputWeight():
+            rounded = fake_quantize_activations(x, weight.activations)
+            return _dense_linear(rounded, weight.dense, bias)
         case DynamicWeight():
             y = _dynamic(x, weight)
     return y if bias is None else y + bias
@@ -272,6 +298,8 @@ def reconstruct(weight: PackedWeight) -> Tensor:
             return unpack_w8a16(weight).float()
         case W8A8Weight():
             return unpack_w8a8(weight).float()
+        case RoundedInputWeight():
+            return reconstruct(weight.dense)
     codes = weight.codes
     values = codes.float() if isinstance(codes, Tensor) else reconstruct(codes)
     return values * weight.scale[:, None]

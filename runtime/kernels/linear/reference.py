@@ -11,10 +11,11 @@ def effective_weight(weight: QuantizedWeight) -> Tensor:
     """The matrix [out, in] float32 a kernel multiplies with.
 
     Weight-only schemes mean `dequantize(weight)`, rounded to the stored scale's type as
-    compressed-tensors does. Where inputs are quantized too, the scales are applied to the sums
-    (as every int8 and fp8 matmul does), so codes * scale is exact and not rounded.
+    compressed-tensors does, and so do weights in groups under quantized inputs (w4a8). Where
+    inputs are quantized and a scale covers a row, the scales are applied to the sums (as every
+    int8 and fp8 matmul does), so codes * scale is exact and not rounded.
     """
-    if weight.scheme.activations is None:
+    if weight.scheme.activations is None or weight.scheme.layout == "pack-quantized":
         return dequantize(weight).float()
     return weight.codes.float() * weight.scale.float()
 
@@ -26,5 +27,8 @@ def linear_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
         y = x.float() @ effective_weight(weight).T
     else:
         codes, scale = quantize_activations(x, activations)
-        y = (codes.float() @ weight.codes.float().T) * scale * weight.scale.float().T
+        if weight.scheme.layout == "pack-quantized":
+            y = (codes.float() * scale) @ effective_weight(weight).T
+        else:
+            y = (codes.float() @ weight.codes.float().T) * scale * weight.scale.float().T
     return y if bias is None else y + bias.float()

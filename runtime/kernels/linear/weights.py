@@ -58,6 +58,21 @@ class DynamicWeight:
         return isinstance(self.codes, Tensor)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedInputWeight:
+    """A dequantized weight met by inputs rounded to the codes they would have: the meaning of
+    w4a8, at the speed of a dense product. No kernel multiplies its codes."""
+
+    dense: DenseWeight
+    activations: ActivationScheme
+
+
 PackedWeight = (
-    DenseWeight | PackedInt4Weight | DynamicWeight | W4A16Weight | W8A16Weight | W8A8Weight
+    DenseWeight
+    | PackedInt4Weight
+    | DynamicWeight
+    | RoundedInputWeight
+    | W4A16Weight
+    | W8A16Weight
+    | W8A8Weight
 )

@@ -120,7 +120,7 @@ def put(path: str, value: Any) -> dict[str, Any]:
         ("config_groups.group_00.weights.strategy", None, r"weights\.strategy"),
         ("config_groups.group_00.weights.strategy", "block", r"weights\.strategy"),
         ("config_groups.group_00.weights.group_size", -5, r"group_00: group_size"),
-        ("config_groups.group_00.weights.num_bits", 3, "4 or 8 bits, not 3"),
+        ("config_groups.group_00.weights.num_bits", 5, "3, 4 or 8 bits, not 5"),
         ("config_groups.group_00.weights.actorder", "group", r"weights\.actorder"),
         ("config_groups.group_00.surprise", 1, r"group_00\.surprise"),
         ("config_groups.group_00.format", "marlin-24", r"group_00\.format"),

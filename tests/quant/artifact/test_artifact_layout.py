@@ -47,11 +47,12 @@ def asymmetric(scheme: Scheme) -> Scheme:
 
 PACKED = [
     make(with_group_size(PRESETS[name], group))
-    for name in ("w4a16", "w8a16")
+    for name in ("w3a16", "w4a16", "w8a16")
     for group in (32, 64, 128, None)
     for make in (lambda scheme: scheme, asymmetric)
 ]
-SCHEMES = [*PACKED, PRESETS["w8a8"], PRESETS["fp8"]]
+W4A8 = [PRESETS["w4a8"], with_group_size(PRESETS["w4a8"], 32), PRESETS["w4a8-fp8"]]
+SCHEMES = [*PACKED, *W4A8, PRESETS["w8a8"], PRESETS["fp8"]]
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 by_label = {"ids": lambda value: getattr(value, "label", str(value))}
 
@@ -97,7 +98,15 @@ def test_worked_example_of_the_documentation() -> None:
     assert words == [0x76543210, 0xFEDCBA98]
 
 
-@given(bits=st.sampled_from([4, 8]), rows=st.integers(1, 7), width=st.integers(1, 350), seed=seeds)
+def test_three_bits_straddle_words() -> None:
+    codes = torch.arange(-4, 4, dtype=torch.int8).repeat(4).reshape(1, 32)
+    words = [word & 0xFFFFFFFF for word in pack(codes, 3)[0].tolist()]
+    assert words == [0x88FAC688, 0xC688FAC6, 0xFAC688FA]
+
+
+@given(
+    bits=st.sampled_from([3, 4, 8]), rows=st.integers(1, 7), width=st.integers(1, 350), seed=seeds
+)
 @settings(max_examples=60, deadline=None)
 def test_pack_is_the_oracles_and_unpack_its_inverse(
     bits: int, rows: int, width: int, seed: int

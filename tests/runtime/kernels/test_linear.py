@@ -48,6 +48,10 @@ SCHEMES = [
     asymmetric(8, 64),
     with_group_size(PRESETS["w8a16"], 64),
     with_group_size(PRESETS["w8a16"], None),
+    with_group_size(PRESETS["w3a16"], 32),
+    asymmetric(3, 64),
+    with_group_size(PRESETS["w4a8"], 32),
+    with_group_size(PRESETS["w4a8-fp8"], 64),
     PRESETS["w8a8"],
     PRESETS["fp8"],
 ]
