@@ -112,7 +112,8 @@ def min_max_qparams(
 
     compressed-tensors' rule over the full code range: symmetric absmax / 3.5 (int3), / 7.5
     (int4), / 127.5 (int8), / 448 (fp8); asymmetric (max - min) / (2^b - 1) with zero inside
-    [min, max]. The zero point is computed from the scale as stored. A group of zeros gets epsilon and zero point 0.
+    [min, max]. The zero point is computed from the scale as stored. A group of zeros gets epsilon
+    and zero point 0.
 
     Raises SchemeError when the weight holds NaN or Inf, the group size does not divide, or a
     scale does not fit `scale_dtype`.
