@@ -1,0 +1,267 @@
+"""What quantizing takes: seconds, and peak memory of the GPU and of the host.
+
+    python -m benchmarks.quantize_speed --shape llama-3.1-8b --device cuda --out results.jsonl
+    python -m benchmarks.quantize_speed --shape smollm2-135m --model M.gguf --data ../shared/data
+    python -m benchmarks.quantize_speed --memory-proof --out results.jsonl
+
+GPTQ, W4A16. Shapes stand for random weights (`synth:`): speed and memory do not depend on what a
+model has learnt. With --model and --data it is that model on the windows that split.json names.
+--layers N quantizes a part and says what the whole would take: such rows are named
+`seconds_extrapolated` and carry the layers measured. --memory-proof writes two layers of the 8B
+shape to disk first and quantizes them from there on the CPU, in a fresh process. The host's figure
+is anonymous memory (RssAnon): pages of mapped files can be dropped at any time. One JSON line per
+figure is appended to --out. Exit code 1 when the proof goes beyond its bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.quality import ShowProgress, git_commit, hardware, load_windows, progress
+from quant.artifact.durable import write_file, write_safetensors
+from quant.calibration import windows_from_token_lists
+from quant.checkpoint import Source
+from quant.pipeline import run
+from quant.plan import make_plan
+from quant.random_model import SHAPES, RandomModel
+from quant.recipe import Recipe
+from quant.report import RunReport
+from quant.source import open_source
+
+# Windows x tokens: the split's for the fixture, llm-compressor's usual sizes for the others.
+WINDOWS = {"smollm2-135m": (144, 1024), "llama-3.1-8b": (256, 2048), "qwen3-32b": (256, 2048)}
+GROUP_SIZES = {"smollm2-135m": 64}
+PROOF_SHAPE, PROOF_LAYERS, PROOF_WINDOWS, PROOF_GB = "llama-3.1-8b", 2, (2, 512), 6.0
+SAMPLE_S = 0.02
+
+
+class AnonymousPeak:
+    """Largest anonymous memory (RssAnon) of this process while it is entered, in bytes."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> AnonymousPeak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            self.peak_bytes = max(self.peak_bytes, anonymous_bytes())
+            if self._done.wait(SAMPLE_S):
+                return
+
+
+def anonymous_bytes() -> int:
+    """RssAnon of this process (Linux)."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def random_windows(vocab: int, count: int, tokens: int) -> list[list[int]]:
+    """Windows of ids that any tokenizer of that size has; the same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    ids: list[list[int]] = torch.randint(0, vocab, (count, tokens), generator=generator).tolist()
+    return ids
+
+
+def write_checkpoint(model: str, folder: Path) -> None:
+    """A random model as a directory on disk: a file per tensor, so that none is held longer."""
+    random = RandomModel(model)
+    files = {name: f"{i:05d}.safetensors" for i, name in enumerate(random.shapes)}
+    for name, file in files.items():
+        write_safetensors(folder / file, {name: random.draw(name)})
+    size = sum(2 * math.prod(shape) for shape in random.shapes.values())
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    write_file(folder / "model.safetensors.index.json", json.dumps(index).encode())
+    write_file(folder / "config.json", json.dumps(random.config).encode())
+    for name, data in random.files.items():
+        write_file(folder / name, data)
+
+
+@contextmanager
+def source_of(args: argparse.Namespace) -> Iterator[Source]:
+    """The model to quantize; for the proof a checkpoint that is removed afterwards."""
+    if args.model:
+        yield open_source(args.model)
+        return
+    layers = f"&layers={args.layers}" if args.layers else ""
+    kind = "cuda" if args.device.startswith("cuda") else "cpu"
+    yield open_source(f"synth:{args.shape}?seed=0&device={kind}{layers}")
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of one run."""
+    count, tokens = args.windows
+    with source_of(args) as source:
+        if args.data:
+            windows = load_windows(args.data, source.tokenizer(), None).calibration
+            windows = [window[:tokens] for window in windows[:count]]
+        else:
+            windows = random_windows(int(source.config["vocab_size"]), count, tokens)
+        if args.device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        with AnonymousPeak() as memory, tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+            report = quantize(source, windows, Path(folder) / "artifact", args)
+        seconds = time.perf_counter() - started
+        common = row_common(source, windows, report, args)
+        whole = int(SHAPES[args.shape]["num_hidden_layers"]) if args.shape in SHAPES else 0
+        layers = source.num_layers
+    yield {**common, "metric": "seconds", "value": seconds, "unit": "s"}
+    if layers < whole:
+        more = (whole - layers) * report.seconds["layers"] / layers
+        row = {**common, "metric": "seconds_extrapolated", "value": seconds + more, "unit": "s"}
+        yield row
+    peak = memory.peak_bytes / 1e9
+    yield {**common, "metric": "host_peak_gb", "value": peak, "unit": "GB"}
+    if args.device.startswith("cuda"):
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        yield {**common, "metric": "gpu_peak_gb", "value": peak, "unit": "GB"}
+
+
+def recipe_text(args: argparse.Namespace) -> str:
+    """GPTQ, W4A16, symmetric."""
+    group_size = GROUP_SIZES.get(args.shape, 128)
+    return f"scheme: w4a16\ngroup_size: {group_size}\nmethod: gptq\n"
+
+
+def quantize(
+    source: Source, windows: list[list[int]], out: Path, args: argparse.Namespace
+) -> RunReport:
+    """Make the artifact at `out`."""
+    recipe = Recipe.parse(recipe_text(args), "quantize_speed")
+    plan = make_plan(
+        recipe, source.module_shapes, source.num_layers, source.config,
+        source_dtype=str(source.dtype).removeprefix("torch."), is_tied=source.skeleton.is_tied,
+    )  # fmt: skip
+    calibration = windows_from_token_lists(windows)
+    return run(source, plan, recipe, calibration, out, device=args.device, progress=ShowProgress())
+
+
+def row_common(
+    source: Source, windows: list[list[int]], report: RunReport, args: argparse.Namespace
+) -> dict[str, Any]:
+    """What every row says."""
+    return {
+        "suite": "quantize",
+        "shape": args.shape,
+        "scheme": f"w4-sym-g{GROUP_SIZES.get(args.shape, 128)}",
+        "kv_dtype": "none",
+        "batch": len(windows),
+        "extra": {
+            "method": "gptq",
+            "recipe": recipe_text(args),
+            "weights": "checkpoint" if args.model else "random",
+            "calibration_windows": len(windows),
+            "window_tokens": len(windows[0]),
+            "layers": source.num_layers,
+            "stages": dict(report.seconds),
+            "host_memory": "RssAnon",
+            "is_proof": args.is_proof,
+        },
+        "hardware": hardware(args.device),
+        "versions": dict(report.tools),
+        "commit": args.commit or git_commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def prove(args: argparse.Namespace) -> int:
+    """Quantize a checkpoint on disk in a process of its own; 1 when it took more than the bar."""
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        checkpoint = Path(folder) / "checkpoint"
+        checkpoint.mkdir()
+        write_checkpoint(f"synth:{args.shape}?layers={args.layers}", checkpoint)
+        rows = Path(folder) / "rows.jsonl"
+        command = [
+            sys.executable, "-m", "benchmarks.quantize_speed", "--shape", args.shape,
+            "--model", str(checkpoint), "--windows", "x".join(map(str, args.windows)),
+            "--out", str(rows), "--scratch", folder, "--in-proof",
+        ]  # fmt: skip
+        subprocess.run(command, check=True)
+        found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    for row in found:
+        record(row, args.out)
+    peak = next(row["value"] for row in found if row["metric"] == "host_peak_gb")
+    verdict = "within" if peak <= args.bar_gb else "beyond"
+    progress(f"{peak:.2f} GB of anonymous memory at most, {verdict} {args.bar_gb:g} GB")
+    return int(peak > args.bar_gb)
+
+
+def record(row: dict[str, Any], out: Path) -> None:
+    """One line more in the results."""
+    progress(f"  {row['shape']} {row['metric']} {row['value']:.5g}")
+    with out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**row, "repeats": [row["value"]]}) + "\n")
+
+
+def _windows(text: str) -> tuple[int, int]:
+    count, _, tokens = text.partition("x")
+    if not (count.isdecimal() and tokens.isdecimal() and int(count) and int(tokens)):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected WINDOWSxTOKENS, such as 64x512")
+    return int(count), int(tokens)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=sorted(WINDOWS), help="what the rows are of")
+    parser.add_argument("--model", help="checkpoint to quantize instead of random weights")
+    parser.add_argument("--data", type=Path, help="folder with split.json (default: random ids)")
+    parser.add_argument("--windows", type=_windows, help="WINDOWSxTOKENS (default: by shape)")
+    parser.add_argument("--layers", type=int, help="only so many layers; the rest extrapolated")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--memory-proof", action="store_true", help="two 8B layers from disk")
+    parser.add_argument("--bar-gb", type=float, default=PROOF_GB, help="what the proof may take")
+    parser.add_argument("--scratch", type=Path, help="folder for checkpoints and artifacts")
+    parser.add_argument("--commit", help="commit to record (default: asked of git)")
+    parser.add_argument("--in-proof", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, required=True, help="JSON Lines file to append to")
+    args = parser.parse_args(argv)
+    if args.memory_proof:
+        args.shape, args.layers = args.shape or PROOF_SHAPE, args.layers or PROOF_LAYERS
+        args.windows = args.windows or PROOF_WINDOWS
+    if args.shape is None:
+        parser.error("--shape is needed (or --memory-proof)")
+    if args.data and not args.model:
+        parser.error("--data needs --model: random weights have no tokenizer of the data's text")
+    if args.layers and args.model:
+        parser.error("--layers is of random weights; a checkpoint is quantized whole")
+    args.windows = args.windows or WINDOWS[args.shape]
+    args.is_proof = args.in_proof
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    args = parse_arguments(argv)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.memory_proof:
+        return prove(args)
+    for row in measure(args):
+        record(row, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
