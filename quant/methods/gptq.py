@@ -81,11 +81,10 @@ def gptq(
     order = torch.argsort(full.diagonal(), descending=True, stable=True)
     if not settings.act_order:
         order = torch.arange(len(order), device=order.device)
-    factor, damping = _inverse_factor(full[order][:, order], settings.damping)
+    factor, damping = _inverse_factor(full, order, settings.damping)
     if factor is None:
         fallback = rtn(values, scheme, scale_dtype, importance=_importance(full, settings))
         return fallback, _info(values, fallback, full, None, dead)
-    damped = full + damping * full.diagonal().mean() * torch.eye(len(full), device=full.device)
     scale, zero = _scales(values, full, scheme.weights, scale_dtype, settings)
     grid = Grid(
         scheme=scheme.weights,
@@ -94,6 +93,10 @@ def gptq(
         is_zero=~grouped(values, scheme.weights).any(-1).T.contiguous(),
     )
     codes = _propagate(values, factor, order, grid, settings.block_size)
+    del factor
+    if settings.refine_rounds:
+        damped = full.clone()
+        damped.diagonal().add_(damping * full.diagonal().mean())
     for _ in range(settings.refine_rounds):
         codes = _descend(values, codes, damped, order, grid, settings.block_size)
         grid = _refit_scales(values, codes, damped, grid, scale_dtype)
@@ -107,16 +110,21 @@ def gptq(
 
 
 def _revive_dead_columns(hessian: Tensor) -> tuple[Tensor, int]:
-    """A copy whose zero diagonal entries are the mean of the others, and how many there were.
+    """The matrix with the mean of its other diagonal entries in place of zeros, and how many those
+    are. A copy only where there are some.
 
     The rest of such a row and column is zero, so nothing is propagated into or out of it: the
     column is rounded to nearest.
     """
     diagonal = hessian.diagonal()
     dead = diagonal <= 0
+    num_dead = int(dead.sum())
+    if not num_dead:
+        return hessian, 0
     alive = diagonal[~dead]
-    fill = alive.mean() if len(alive) else torch.ones((), device=hessian.device)
-    return hessian + torch.diag(torch.where(dead, fill, 0.0)), int(dead.sum())
+    revived = hessian.clone()
+    revived.diagonal().add_(torch.where(dead, alive.mean() if len(alive) else 1.0, 0.0))
+    return revived, num_dead
 
 
 def _importance(hessian: Tensor, settings: GPTQSettings) -> Tensor | None:
@@ -136,16 +144,18 @@ def _scales(
     return min_max_qparams(weight, scheme, scale_dtype)
 
 
-def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor | None, float]:
+def _inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor | None, float]:
     """Upper Cholesky factor of (H + damping * mean(diag) * I)^-1 in float32, and the damping used.
 
-    None when no rung of the ladder gives a finite factor.
+    H and the factor are in visiting order, `hessian` is not. None when no rung of the ladder gives
+    a finite factor. At most three matrices of that size are made, as they may be gigabytes.
     """
     mean = float(hessian.diagonal().mean())
     rungs = [damping * 10**step for step in range(6) if damping * 10**step <= 1.0] or [damping]
+    backwards = order.flip(0)
     for rung in rungs:
         for dtype in (torch.float32, torch.float64):
-            damped = hessian.to(dtype, copy=True)
+            damped = hessian[backwards[:, None], backwards].to(dtype)
             damped.diagonal().add_(rung * mean)
             factor = _try_factor(damped)
             if factor is not None:
@@ -153,18 +163,19 @@ def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor | None, flo
     return None, rungs[-1]
 
 
-def _try_factor(damped: Tensor) -> Tensor | None:
-    """U, upper triangular, with U^T U = damped^-1; None unless that is finite.
+def _try_factor(reversed_matrix: Tensor) -> Tensor | None:
+    """U, upper triangular, with U^T U = H^-1, for the reversal J H J; None unless it is finite.
 
-    With J the reversal and J H J = L L^T, U = J L^-1 J: the inverse itself is never made, one
-    factorization and one triangular solve do.
+    With J H J = L L^T, U = J L^-1 J: the inverse itself is never made, one factorization and one
+    triangular solve do. The argument is overwritten.
     """
-    lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-    eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
-    inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
-    del lower, eye
+    lower, failed = torch.linalg.cholesky_ex(reversed_matrix)
+    inverse = reversed_matrix.zero_()
+    inverse.diagonal().fill_(1.0)
+    torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+    del lower
     is_usable = (failed == 0) & torch.isfinite(inverse.sum())
-    return inverse.flip(0, 1) if bool(is_usable) else None
+    return inverse.flip(0, 1).contiguous() if bool(is_usable) else None
 
 
 def _propagate(
@@ -211,7 +222,7 @@ def _descend(
     `gradient` is (E H)^T in visiting order; a column's best real value is its present one plus
     gradient / diag(H). Columns of the weight are rows here, as in `_propagate`.
     """
-    permuted = hessian[order][:, order]
+    permuted = hessian[order[:, None], order].contiguous()
     values = grid.values(codes).T[order].contiguous()
     gradient = permuted @ (weight.T[order] - values)
     result, groups = torch.empty_like(values), grid.groups(order)
