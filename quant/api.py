@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quant.adapter import AdapterSource, with_adapter
 from quant.artifact.durable import storage_errors
 from quant.artifact.manifest import MANIFEST_NAME
 from quant.artifact.shipped import Kind, local_path, resolve_input
@@ -29,6 +30,7 @@ from quant.plan_table import size
 from quant.recipe import CalibrationSettings, Recipe
 from quant.report import RunReport, report_json, write_reports
 from quant.report_render import model_card, report_markdown
+from quant.rounded_weights import rounded_weights_warning
 from quant.source import open_source
 
 PathLike = str | Path
@@ -91,6 +93,8 @@ def prepare(
     name = str(model) if model is not None else _recipe_model(loaded)
     began = time.perf_counter()
     source = open_source(name)
+    if (adapter := _adapter(loaded)) is not None:
+        source = with_adapter(source, adapter)
     opening_s = time.perf_counter() - began
     plan = make_plan(
         loaded,
@@ -101,6 +105,7 @@ def prepare(
         source_dtype=str(source.dtype).removeprefix("torch."),
         is_tied=source.skeleton.is_tied,
     )
+    plan = _with_source_warning(plan, source)
     tokens = loaded.calibration.samples * loaded.calibration.max_tokens
     tokens = tokens if plan.needs_calibration else 0
     cost = estimate(
@@ -120,7 +125,7 @@ def prepare(
         cost=cost,
         tokens=tokens,
         device=device,
-        notes=tuple(_notes(plan, files, cost)),
+        notes=(*_notes(plan, files, cost), *_source_notes(source)),
     )
 
 
@@ -239,9 +244,33 @@ def _recipe_model(recipe: Recipe) -> str:
     return str(beside) if beside.exists() else recipe.model
 
 
+def _adapter(recipe: Recipe) -> str | None:
+    """The directory of `--adapter` or the recipe's `adapter:`, which counts from its folder."""
+    if recipe.adapter is None:
+        return None
+    beside = Path(recipe.where().rpartition(":")[0]).parent / recipe.adapter
+    in_recipe = "adapter" not in recipe.cli_overrides
+    return str(beside) if in_recipe and beside.exists() else recipe.adapter
+
+
+def _with_source_warning(plan: Plan, source: Source) -> Plan:
+    """The plan, with a warning where something is quantized that looks quantized already."""
+    if all(row.scheme.is_dense for row in plan.rows):
+        return plan
+    warning = rounded_weights_warning(source)
+    return replace(plan, warnings=(*plan.warnings, warning)) if warning else plan
+
+
+def _source_notes(source: Source) -> Iterator[str]:
+    if isinstance(source, AdapterSource):
+        yield f"the adapter {source.adapter.path.name} is merged into the model before quantizing"
+        yield from source.notes()
+
+
 def _model_name(source: Source) -> str:
     path = source.path.resolve()
-    return path.stem if path.suffix == ".gguf" else path.name
+    name = path.stem if path.suffix == ".gguf" else path.name
+    return f"{name}-{source.merged.name}" if source.merged else name
 
 
 def _notes(plan: Plan, calib: Sequence[Path], cost: Estimate) -> Iterator[str]:

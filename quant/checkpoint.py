@@ -1,6 +1,7 @@
 """`Source`: a model to quantize, in checkpoint names, whatever files it is stored in.
 
-Implemented by `quant.source.HFSource` and `quant.gguf_source.GGUFSource`. It gives tensors by name
+Implemented by `quant.source.HFSource` and `quant.gguf_source.GGUFSource`; `quant.adapter` changes
+one on the way. It gives tensors by name
 and the files beside them; it does not know how a layer computes (`quant.modelling`) nor what
 becomes of the weights.
 """
@@ -8,6 +9,7 @@ becomes of the weights.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -18,7 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quant.errors import NonFiniteError
+from quant.artifact.manifest import AdapterRecord
+from quant.errors import NonFiniteError, SourceError
 from quant.modelling import HEAD_WEIGHT, Skeleton
 
 # Source tensors that no artifact holds, and why: computed from config.json, or equal to another.
@@ -38,6 +41,7 @@ class Source(ABC):
     config: dict[str, Any]  # config.json's content
     dtype: torch.dtype  # what the weights are stored as; GGUF counts as float32
     names: tuple[str, ...]  # every tensor of the checkpoint, checkpoint names
+    merged: AdapterRecord | None = None  # the LoRA adapter that is merged in
 
     @property
     def name(self) -> str:
@@ -126,3 +130,15 @@ def file_sha256(path: Path) -> str:
     """sha256 of a file's bytes (hex)."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; SourceError when it is unreadable or something else."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(data, dict):
+        kind = "null" if data is None else type(data).__name__
+        raise SourceError(f"{path}: found a JSON {kind}, expected an object")
+    return data

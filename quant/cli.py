@@ -102,6 +102,11 @@ DType = Annotated[
     typer.Option("--dtype", metavar="auto|float32|float16|bfloat16",
                  help="Type of scales and dense tensors.", rich_help_panel="Over the recipe"),
 ]  # fmt: skip
+AdapterDir = Annotated[
+    str | None,
+    typer.Option("--adapter", metavar="LORA_DIR",
+                 help="LoRA adapter (PEFT) to merge into the model first, in float32."),
+]  # fmt: skip
 Device = Annotated[str, typer.Option(help="Where layers are computed: cpu, cuda, cuda:1.")]
 Threads = Annotated[
     int | None,
@@ -162,6 +167,7 @@ def quantize_command(
     group_size: GroupSize = None,
     method: Method = None,
     dtype: DType = None,
+    adapter: AdapterDir = None,
     show_version: Annotated[
         bool,
         typer.Option(
@@ -177,7 +183,7 @@ def quantize_command(
             typer.echo(context.get_help())
             raise typer.Exit
         raise USAGE_ERROR("give --recipe FILE (shipped: w4a16.yaml, w8a8.yaml, fp8.yaml, ...)")
-    changes = _changes(samples, max_tokens, seed, group_size, method, dtype)
+    changes = _changes(samples, max_tokens, seed, group_size, method, dtype, adapter)
     job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
     if not dry_run:
         _check_ready(job, overwrite=overwrite)
@@ -209,12 +215,13 @@ def plan_command(
     group_size: GroupSize = None,
     method: Method = None,
     dtype: DType = None,
+    adapter: AdapterDir = None,
 ) -> None:
     """Print what would become of every module, and what it would cost. Writes nothing.
 
     With --calib the rows are read too, and what would be used of them is shown.
     """
-    changes = _changes(samples, max_tokens, seed, group_size, method, dtype)
+    changes = _changes(samples, max_tokens, seed, group_size, method, dtype, adapter)
     job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
     _show_plan(job, every_module=every_module)
     _show_coverage(job)
@@ -225,6 +232,7 @@ def convert_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory, hub id or GGUF file.")],
     out: Out = None,
     dtype: DType = None,
+    adapter: AdapterDir = None,
     overwrite: Overwrite = False,
     no_resume: NoResume = False,
 ) -> None:
@@ -232,7 +240,7 @@ def convert_command(
 
     The runtime runs artifacts only; this is how a plain checkpoint or GGUF becomes one.
     """
-    changes = _changes(None, None, None, None, None, dtype)
+    changes = _changes(None, None, None, None, None, dtype, adapter)
     job = _prepare(model, "none.yaml", None, out, False, "cpu", None, changes)
     _check_ready(job, overwrite=overwrite)
     _carry_out(job, overwrite=overwrite, resume=not no_resume)
@@ -270,6 +278,7 @@ def _changes(
     group_size: str | None,
     method: str | None,
     dtype: str | None,
+    adapter: str | None,
 ) -> dict[str, Any]:
     is_size = group_size in ("32", "64", "128")
     size = int(group_size) if group_size and is_size else group_size
@@ -280,6 +289,7 @@ def _changes(
         "group_size": size,
         "method": method,
         "dtype": dtype,
+        "adapter": adapter,
     }
 
 

@@ -45,7 +45,7 @@ from quant.layer_job import (
 from quant.methods.gptq import GPTQSettings
 from quant.modelling import HEAD, STAGES, Skeleton
 from quant.plan import Plan
-from quant.provenance import finish, job_identity, read_results, store_results
+from quant.provenance import finish, job_identity, read_results, stage_files, store_results
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
 
@@ -127,6 +127,7 @@ def run(
     identity = job_identity(source, plan, recipe, calibration, device)
     with open_writer(source, plan, out, identity, overwrite=overwrite, resume=resume) as writer:
         resumed = len(writer.committed)
+        stage_files(source, recipe, writer)
         job = start_job(source, plan, recipe, calibration, writer, device)
         clock.lap("read and embed")
         quantize_layers(job, progress or Silent())

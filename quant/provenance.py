@@ -108,6 +108,7 @@ def make_manifest(
             revision=source.revision,
             digest=source.digest,
             dtype=str(source.dtype).removeprefix("torch."),
+            adapter=source.merged,
         ),
         recipe=RecipeRecord(
             text=recipe.text,
@@ -152,6 +153,14 @@ def make_config(source: Source, plan: Plan) -> dict[str, Any]:
     return {**config, "dtype": plan.dtype, "tie_word_embeddings": plan.is_tied}
 
 
+def stage_files(source: Source, recipe: Recipe, writer: ArtifactWriter) -> None:
+    """Everything beside the weights, byte for byte, before any work: what lies there later, or no
+    longer, does not matter then."""
+    for name, data in source.files().items():
+        writer.write_file(name, data)
+    writer.write_file("recipe.yaml", recipe.text.encode())
+
+
 def finish(
     source: Source,
     plan: Plan,
@@ -165,14 +174,12 @@ def finish(
     resumed: int,
     device: str,
 ) -> RunReport:
-    """Write the files beside the weights, seal, and report."""
-    for name, data in source.files().items():
-        writer.write_file(name, data)
-    writer.write_file("recipe.yaml", recipe.text.encode())
+    """Seal, and report."""
     manifest = make_manifest(source, plan, recipe, calibration, probe, results, device)
     artifact = writer.seal(manifest, make_config(source, plan))
     return RunReport(
         model=source.name,
+        adapter=source.merged.name if source.merged else None,
         architecture=plan.architecture,
         recipe=recipe.name,
         artifact=str(artifact.path),

@@ -135,6 +135,7 @@ class Recipe(_Section):
     gptq: GPTQSettings = GPTQSettings()
     calibration: CalibrationSettings = CalibrationSettings()
     model: StrictStr | None = None
+    adapter: StrictStr | None = None
 
     _located: LocatedYaml = PrivateAttr()
     _text: str = PrivateAttr()

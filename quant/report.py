@@ -49,7 +49,8 @@ class RunReport:
 
     unpacked_bytes: what a GGUF source's weights take as floats, else None.
     peak_memory_bytes: largest resident size of the process. resumed_layers: taken over from an
-    earlier, interrupted run. tools: library name -> version.
+    earlier, interrupted run. adapter: name of the LoRA adapter that was merged first.
+    tools: library name -> version.
     """
 
     model: str
@@ -67,6 +68,7 @@ class RunReport:
     threads: int = 1
     unpacked_bytes: int | None = None
     resumed_layers: int = 0
+    adapter: str | None = None
     coverage: Coverage | None = None
     warnings: tuple[str, ...] = ()
     tools: Mapping[str, str] = field(default_factory=dict)

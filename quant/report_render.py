@@ -90,6 +90,10 @@ def model_card(report: RunReport, recipe_text: str) -> str:
 def facts(report: RunReport) -> list[tuple[str, str]]:
     """The run in a few named lines."""
     found = [("model", f"{report.model} ({report.architecture})"), ("recipe", report.recipe)]
+    if report.adapter:
+        found.insert(
+            1, ("adapter", f"{report.adapter} (LoRA), merged in float32 before quantizing")
+        )
     found.append(("size", _size(report)))
     if report.quantized:
         count = f"{len(report.quantized)} of {len(report.modules)} linear modules"

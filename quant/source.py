@@ -9,7 +9,6 @@ the weights.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable
 from functools import cached_property
@@ -22,7 +21,7 @@ from torch import Tensor
 from quant.artifact.errors import UnsafeCheckpointError
 from quant.artifact.shipped import local_path
 from quant.artifact.store import CheckpointReader
-from quant.checkpoint import Source, file_sha256
+from quant.checkpoint import Source, file_sha256, read_object
 from quant.errors import AlreadyQuantizedError, SourceError
 from quant.modelling import check_family, check_tensors, load_tokenizer
 from quant.synthetic import SyntheticSource, is_synthetic
@@ -169,33 +168,22 @@ def _snapshot_revision(path: Path) -> str | None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    config = _read_object(path / "config.json")
+    config = read_object(path / "config.json")
     if "model_type" not in config:
         raise SourceError(f"{path / 'config.json'}: no model_type; is this a transformers model?")
     return config
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(data, dict):
-        kind = "null" if data is None else type(data).__name__
-        raise SourceError(f"{path}: found a JSON {kind}, expected an object")
-    return data
-
-
 def _check_generation_config(path: Path) -> None:
     """It is copied as it is, and would otherwise fail where the artifact is served."""
     if (path / "generation_config.json").is_file():
-        _read_object(path / "generation_config.json")
+        read_object(path / "generation_config.json")
 
 
 def _refuse_code(path: Path, config: dict[str, Any]) -> None:
     settings = path / "tokenizer_config.json"
     found = "config.json" if "auto_map" in config else None
-    if settings.is_file() and "auto_map" in _read_object(settings):
+    if settings.is_file() and "auto_map" in read_object(settings):
         found = settings.name
     if found:
         raise UnsafeCheckpointError(

@@ -12,7 +12,16 @@ import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from quant.artifact.errors import ManifestError, SchemeError
 from quant.artifact.jsonio import (
@@ -136,14 +145,28 @@ class FileRecord(_Record):
     sha256: str
 
 
+class AdapterRecord(_Record):
+    """A LoRA adapter merged into the source: its directory's name, sha256 over its two files."""
+
+    name: str
+    digest: str
+
+
 class SourceRecord(_Record):
-    """The checkpoint that was quantized."""
+    """The checkpoint that was quantized; `digest` covers the adapter where one was merged."""
 
     path: str
     kind: Literal["hf", "gguf"]
     revision: str | None = None
     digest: str
     dtype: str
+    adapter: AdapterRecord | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """`adapter` is only written where there is one."""
+        data: dict[str, Any] = handler(self)
+        return {k: v for k, v in data.items() if k != "adapter" or v is not None}
 
 
 class RecipeRecord(_Record):
