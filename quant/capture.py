@@ -197,10 +197,15 @@ def collect_inputs(
 
 def first_input(module: nn.Module, run: Callable[[], object]) -> Tensor:
     """The first argument that `module` is called with during `run()`, which is then cut short."""
-    seen: list[Tensor] = []
+    return first_arguments(module, run)[0]
+
+
+def first_arguments(module: nn.Module, run: Callable[[], object]) -> tuple[Tensor, ...]:
+    """What `module` is called with during `run()`, which is then cut short."""
+    seen: list[tuple[Tensor, ...]] = []
 
     def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen.append(args[0])
+        seen.append(args)
         raise _Reached
 
     handle = module.register_forward_pre_hook(stop, prepend=True)

@@ -120,7 +120,9 @@ def _inputs(rows: Iterable[PlanRow]) -> list[int]:
 
 def _input_name(module: str) -> str:
     parent, _, leaf = module.rpartition(".")
-    return parent + ("" if leaf in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") else leaf)
+    return parent + (
+        "" if leaf in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3") else leaf
+    )
 
 
 def _peak_memory(plan: Plan, tokens: int, batch_tokens: int) -> int:

@@ -68,8 +68,19 @@ def quantize_stage(
     if any(row.method == "gptq" for row in active):
         first = active[0].module
         statistics = collect_inputs(linears[first], stream, run, first, needs_hessian=True)
+    return quantize_modules(active, linears, weights, statistics, settings)
+
+
+def quantize_modules(
+    rows: Sequence[PlanRow],
+    linears: Mapping[str, nn.Linear],
+    weights: Mapping[str, Tensor],
+    statistics: InputStatistics | None,
+    settings: MethodSettings,
+) -> dict[str, ModuleOutcome]:
+    """Quantize modules that share an input with these statistics of it, and install the result."""
     outcomes: dict[str, ModuleOutcome] = {}
-    for group in _alike(active):
+    for group in _alike(rows):
         outcomes.update(_quantize_group(group, linears, weights, statistics, settings))
     for name, outcome in outcomes.items():
         install(linears[name], outcome.weight)

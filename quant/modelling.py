@@ -34,24 +34,34 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quant.errors import SourceError, UnsupportedModelError, first_line
+from quant.experts import Expert, ExpertLeaves, Experts
 
 ATTENTION = "weighbridge_tap"
 
 # Modules of a decoder layer that read the same input, in the order in which a layer computes them.
-STAGES = (
+ATTENTION_STAGES = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
 )
+MLP_STAGES = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
 HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureNames:
+    """What checkpoints call a mixture of experts: its block in a layer, and in an expert the gate,
+    up and down projection. The router is the block's `gate`."""
+
+    block: str
+    leaves: ExpertLeaves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A model family: the class that config.json must name."""
+    """A model family: the class that config.json must name, and its experts if it has any."""
 
     architecture: str
+    mixture: MixtureNames | None = None
 
 
 FAMILIES: dict[str, Family] = {
@@ -60,6 +70,14 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(architecture="Qwen2ForCausalLM"),
     "qwen3": Family(architecture="Qwen3ForCausalLM"),
     "gemma3_text": Family(architecture="Gemma3ForCausalLM"),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        mixture=MixtureNames(block="mlp", leaves=("gate_proj", "up_proj", "down_proj")),
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        mixture=MixtureNames(block="block_sparse_moe", leaves=("w1", "w3", "w2")),
+    ),
 }
 
 # Models at least this wide compute in bfloat16 on a GPU while they are calibrated: float32 has no
@@ -123,6 +141,14 @@ class Skeleton:
     ) -> None:
         self._model = _empty_model(config, where)
         hf_config = self._model.config
+        self.mixture = FAMILIES[str(config["model_type"])].mixture
+        routers: dict[str, tuple[int, int]] = {}
+        for index, decoder in enumerate(self._model.model.layers):
+            if self.mixture is not None and _is_mixture(decoder):
+                _unfuse(decoder, self.mixture)
+                router = f"{self.layer_prefix(index)}{self.mixture.block}.gate"
+                routers[router] = tuple(decoder.mlp.gate.weight.shape)
+        self.routers = frozenset(routers)
         self.device = torch.device(device)
         self.compute_dtype = compute_dtype(config, device)
         self.is_tied = bool(hf_config.tie_word_embeddings)
@@ -134,7 +160,7 @@ class Skeleton:
             name: (module.out_features, module.in_features)
             for name, module in self._model.named_modules()
             if isinstance(module, nn.Linear)
-        }
+        } | routers
         self._blueprints = list(self._model.model.layers)
         self._norm = self._model.model.norm
         self._model.model.layers = nn.ModuleList(PassThrough() for _ in self._blueprints)
@@ -158,6 +184,28 @@ class Skeleton:
     def layer_prefix(self, index: int) -> str:
         """What the names of a layer's tensors start with."""
         return f"model.layers.{index}."
+
+    def stages(self, index: int) -> tuple[tuple[str, ...], ...]:
+        """Linears of a layer (names after its prefix), in the order in which it computes them.
+
+        All of a stage are quantized before the next one's inputs are looked at. They share their
+        input, but for experts: there gate and up of one expert do.
+        """
+        blueprint = self._blueprints[index]
+        if self.mixture is None or not _is_mixture(blueprint):
+            return (*ATTENTION_STAGES, *MLP_STAGES)
+        names = [f"{self.mixture.block}.experts.{e}" for e in range(len(blueprint.mlp.experts))]
+        gate, up, down = self.mixture.leaves
+        read_hidden = tuple(f"{name}.{leaf}" for name in names for leaf in (gate, up))
+        return (*ATTENTION_STAGES, read_hidden, tuple(f"{name}.{down}" for name in names))
+
+    def experts_of(self, layer: nn.Module) -> Experts | None:
+        """The experts of a built layer, None where its MLP is dense."""
+        if self.mixture is None or not _is_mixture(layer):
+            return None
+        experts = layer.get_submodule(f"{self.mixture.block}.experts")
+        assert isinstance(experts, Experts)
+        return experts
 
     def layer_names(self, index: int) -> tuple[str, ...]:
         """Checkpoint names of every tensor of a layer."""
@@ -229,6 +277,30 @@ class Skeleton:
 
 
 HEAD_WEIGHT = f"{HEAD}.weight"
+
+
+def _is_mixture(layer: Any) -> bool:
+    """Whether the layer's MLP has experts (Qwen3-MoE may have dense layers among the others)."""
+    return hasattr(layer.mlp, "experts")
+
+
+def _unfuse(layer: Any, names: MixtureNames) -> None:
+    """Give the layer's mixture a linear per expert and projection, and its checkpoint name.
+
+    Router and block stay transformers' own. Where the checkpoint calls the block otherwise than the
+    layer's forward does, the layer keeps a plain reference under `mlp`: no module has two names.
+    """
+    block = layer.mlp
+    stacked = block.experts
+    count, hidden, inner = stacked.down_proj.shape
+    with torch.device("meta"):
+        block.experts = Experts(
+            Expert(hidden, inner, names.leaves, stacked.act_fn) for _ in range(count)
+        )
+    if names.block != "mlp":
+        del layer.mlp
+        layer.add_module(names.block, block)
+        layer.__dict__["mlp"] = block
 
 
 def _empty_model(config: Mapping[str, Any], where: str) -> Any:

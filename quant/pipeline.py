@@ -34,6 +34,7 @@ from quant.calibration import Calibration
 from quant.capture import Batch, Stream, choose_home, make_batches, tapped
 from quant.checkpoint import Source
 from quant.errors import PipelineError, SourceError
+from quant.expert_job import quantize_experts
 from quant.kv_scales import choose_scales, fake_quantize_kv, scale_names
 from quant.layer_job import (
     MethodSettings,
@@ -43,7 +44,7 @@ from quant.layer_job import (
     stored_parts,
 )
 from quant.methods.gptq import GPTQSettings
-from quant.modelling import HEAD, STAGES, Skeleton
+from quant.modelling import ATTENTION_STAGES, HEAD, Skeleton
 from quant.plan import Plan
 from quant.provenance import finish, job_identity, read_results, stage_files, store_results
 from quant.recipe import Recipe
@@ -286,7 +287,12 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
     dense = stored_tensors(job.source, job.settings.dtype, [n for n in names if n not in quantized])
     weights = job.source.tensors(sorted(quantized))
     layer = job.skeleton.build_layer(index, {**dense, **weights})
-    linears = {name: _linear(layer, name.removeprefix(prefix)) for name in rows}
+    linears = {
+        name: _linear(layer, name.removeprefix(prefix))
+        for name, row in rows.items()
+        if not row.scheme.is_dense
+    }
+    experts = job.skeleton.experts_of(layer)
     by_module = {name.removesuffix(".weight"): tensor for name, tensor in weights.items()}
     stored, results = dict(dense), dense_results(job, index, dense)
 
@@ -294,15 +300,19 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
         return job.skeleton.run_layer(index, layer, hidden, mask)
 
     windows = job.calibration or job.probe
-    for stage in STAGES:
-        outcomes = quantize_stage(
+    for stage in job.skeleton.stages(index):
+        work = (
             [rows[prefix + leaf] for leaf in stage], linears, by_module, windows, run_layer,
             job.settings,
         )  # fmt: skip
+        if experts is not None and ".experts." in stage[0]:
+            outcomes = quantize_experts(experts, *work)
+        else:
+            outcomes = quantize_stage(*work)
         for name, outcome in outcomes.items():
             results[name] = outcome.result
             stored.update(stored_parts(name, outcome.weight))
-        if job.plan.kv_cache == "fp8" and stage is STAGES[0]:
+        if job.plan.kv_cache == "fp8" and stage is ATTENTION_STAGES[0]:
             scales = choose_scales(layer, windows, run_layer, job.settings.dtype)
             stored.update(zip(scale_names(prefix), scales, strict=True))
     return stored, results

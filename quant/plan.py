@@ -8,12 +8,13 @@ run fused but differ in scheme. Works on names and shapes only: no tensors, no f
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quant.artifact.dialect import FUSED_SHARDS
+from quant.artifact.dialect import FUSED_SHARDS, fused_group
 from quant.artifact.scheme import DENSE, GROUP_SIZES, Scheme, with_group_size
 from quant.errors import AlreadyQuantizedError, PlanError, UnsupportedModelError
 from quant.recipe import (
@@ -27,6 +28,9 @@ from quant.recipe import (
 )
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Modules that decide which experts a token goes to. Small, and never quantized: an error there
+# sends tokens elsewhere.
+ROUTERS = ("gate", "router", "shared_expert_gate")
 _SHOWN = 8
 
 
@@ -91,16 +95,20 @@ def make_plan(
     (modules and the way out named), AlreadyQuantizedError, UnsupportedModelError.
     """
     check_not_quantized(config)
-    _check_dense_mlp(config, module_shapes)
+    _check_experts(config, module_shapes)
     check_patterns(recipe, module_shapes, num_layers)
     text = _text_config(config)
     if is_tied is None:
         is_tied = bool(config.get("tie_word_embeddings", _ties_by_default(text)))
     _check_head(recipe, module_shapes, is_tied)
+    widths = _expert_widths(module_shapes)
     rows = tuple(
-        _row(name, module_shapes[name], recipe.module_rule(name, num_layers), is_tied)
+        _row(
+            name, module_shapes[name], recipe.module_rule(name, num_layers), is_tied,
+            widths.get(fused_group(name)),
+        )
         for name in sorted(module_shapes, key=_layer_order)
-    )
+    )  # fmt: skip
     check_fused(rows)
     if strict:
         _check_strict(rows, recipe, num_layers)
@@ -155,6 +163,12 @@ def check_fused(rows: Sequence[PlanRow]) -> None:
     if not split:
         return
     found = join_layers([_group_text(group) for group in split])
+    if ".experts." in split[0][0].module:
+        raise PlanError(
+            "the experts of a layer run as one and must share a scheme, all their projections; "
+            f"found {_few(found)}. Use one pattern that takes them all: match: "
+            "'*.experts.*'"
+        )
     leaves = "|".join(row.module.rpartition(".")[2] for row in split[0])
     raise PlanError(
         f"{leaves} of a layer run as one matrix and must share a scheme; found {_few(found)}. Use "
@@ -163,11 +177,41 @@ def check_fused(rows: Sequence[PlanRow]) -> None:
 
 
 def _group_text(group: Sequence[PlanRow]) -> str:
+    if ".experts." in group[0].module:
+        counts: dict[str, int] = {}
+        for row in group:
+            counts[row.scheme.label] = counts.get(row.scheme.label, 0) + 1
+        found = ", ".join(f"{count} modules {label}" for label, count in counts.items())
+        return f"{fused_group(group[0].module)} ({found})"
     leaves = (f"{row.module.rpartition('.')[2]} {row.scheme.label}" for row in group)
     return f"{group[0].module.rpartition('.')[0]} ({', '.join(leaves)})"
 
 
-def _row(name: str, shape: tuple[int, int], rule: ModuleRule, is_tied: bool) -> PlanRow:
+def is_router(module: str) -> bool:
+    """Whether the module decides which experts a token goes to."""
+    return module.rpartition(".")[2] in ROUTERS
+
+
+def _expert_widths(modules: Mapping[str, tuple[int, int]]) -> dict[str, frozenset[int]]:
+    """Columns of all experts of a layer, by fused group: they share one scheme, group size too."""
+    found: dict[str, set[int]] = {}
+    for name, shape in modules.items():
+        if ".experts." in name:
+            found.setdefault(fused_group(name), set()).add(shape[1])
+    return {group: frozenset(columns) for group, columns in found.items()}
+
+
+def _row(
+    name: str,
+    shape: tuple[int, int],
+    rule: ModuleRule,
+    is_tied: bool,
+    widths: frozenset[int] | None = None,
+) -> PlanRow:
+    """The row of a module; `widths` are the columns of what it must share its group size with."""
+    if is_router(name):
+        note = rule.reason if rule.reason.startswith("skip: ") else "routers stay dense"
+        return PlanRow(module=name, shape=shape, scheme=DENSE, method="none", note=note)
     if name == HEAD and is_tied:
         if rule.scheme is not None:
             raise PlanError(
@@ -179,7 +223,8 @@ def _row(name: str, shape: tuple[int, int], rule: ModuleRule, is_tied: bool) -> 
     if rule.scheme is None:
         note = "" if rule.reason == "recipe" else rule.reason
         return PlanRow(module=name, shape=shape, scheme=DENSE, method="none", note=note)
-    scheme, note = fit_group_size(rule.scheme, shape[1])
+    fits = [fit_group_size(rule.scheme, columns) for columns in sorted(widths or {shape[1]})]
+    scheme, note = min(fits, key=_group_columns)
     reasons = [] if rule.reason == "recipe" else [rule.reason]
     note = "; ".join([*reasons, note] if note else reasons)
     return PlanRow(module=name, shape=shape, scheme=scheme, method=rule.method, note=note)
@@ -197,6 +242,15 @@ def fit_group_size(scheme: Scheme, columns: int) -> tuple[Scheme, str]:
     if fitting is None:
         note = f"no group of {'/'.join(map(str, tried))} divides {columns}"
     return with_group_size(scheme, fitting), note
+
+
+def _group_columns(fit: tuple[Scheme, str]) -> float:
+    """Columns of a group; infinite for whole channels that nothing forced: they fit everything."""
+    weights = fit[0].weights
+    assert weights is not None
+    if weights.group_size is None:
+        return 0.0 if fit[1] else math.inf
+    return weights.group_size
 
 
 def _check_strict(rows: Sequence[PlanRow], recipe: Recipe, num_layers: int) -> None:
@@ -223,6 +277,11 @@ def _warnings(rows: Sequence[PlanRow], recipe: Recipe) -> Iterator[str]:
             f"{len(coarse)} modules fall back to 4 bits with one scale per channel, which costs "
             f"quality ({_few(join_layers(coarse))}): consider an override with scheme w8a16"
         )
+    if any(".experts." in row.module for row in rows):
+        yield (
+            "a mixture of experts: the artifact is for vLLM and others that read "
+            "compressed-tensors; `runtime serve` and `evaluate` do not run it"
+        )
     if recipe.method != "none" and all(row.scheme.is_dense for row in rows):
         yield "nothing is quantized: every module is skipped"
 
@@ -242,6 +301,11 @@ def _fused_groups(by_name: Mapping[str, PlanRow]) -> Iterator[list[PlanRow]]:
             group = [by_name[name] for name in names if name in by_name]
             if len(group) > 1:
                 yield group
+    experts: dict[str, list[PlanRow]] = {}
+    for name, row in by_name.items():
+        if ".experts." in name:
+            experts.setdefault(fused_group(name), []).append(row)
+    yield from experts.values()
 
 
 def _skip_faults(recipe: Recipe, modules: Mapping[str, Any]) -> Iterator[str]:
@@ -254,10 +318,15 @@ def _skip_faults(recipe: Recipe, modules: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _override_faults(recipe: Recipe, modules: Mapping[str, Any], num_layers: int) -> Iterator[str]:
+    routers = [name for name in modules if is_router(name)]
+    modules = {name: shape for name, shape in modules.items() if not is_router(name)}
     decided = {recipe.module_rule(name, num_layers).override for name in modules}
     for i, rule in enumerate(recipe.overrides):
         where = f"{recipe.where('overrides', i, 'match')}: overrides[{i}]"
-        if not any(matches(rule.match, name) for name in modules):
+        hits_none = not any(matches(rule.match, name) for name in modules)
+        if hits_none and any(matches(rule.match, name) for name in routers):
+            yield f"{where}: {rule.match!r} matches routers alone, which stay dense; take it out"
+        elif hits_none:
             yield f"{where}: {rule.match!r} matches no module{_suggest(rule.match, modules)}"
         elif not any(override_applies(rule, name, num_layers) for name in modules):
             yield (
@@ -285,7 +354,7 @@ def _suggest(pattern: str, modules: Mapping[str, Any]) -> str:
 def layer_ranges(layers: Iterable[int]) -> str:
     """`0-3, 7`: numbers ascending with runs joined."""
     runs: list[list[int]] = []
-    for layer in sorted(layers):
+    for layer in sorted(set(layers)):
         if runs and layer == runs[-1][1] + 1:
             runs[-1][1] = layer
         else:
@@ -294,7 +363,7 @@ def layer_ranges(layers: Iterable[int]) -> str:
 
 
 def join_layers(names: Iterable[str]) -> list[str]:
-    """Names that differ in their layer alone as one: `model.layers.0-29.mlp.down_proj`."""
+    """Names that differ in layer or expert alone as one: `model.layers.0-29.mlp.down_proj`."""
     layers: dict[str, list[int]] = {}
     for name in names:
         layer = layer_index(name)
@@ -306,8 +375,9 @@ def join_layers(names: Iterable[str]) -> list[str]:
 
 
 def general_name(module: str) -> str:
-    """The module's name with its layer number as `*`: what all layers share."""
-    return re.sub(r"(^|\.)layers\.\d+\.", r"\1layers.*.", module)
+    """The module's name with `*` for its layer's and expert's numbers: what all of them share."""
+    in_layer = re.sub(r"(^|\.)layers\.\d+\.", r"\1layers.*.", module)
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", in_layer)
 
 
 def _layer_order(name: str) -> tuple[bool, int]:
@@ -315,15 +385,14 @@ def _layer_order(name: str) -> tuple[bool, int]:
     return (layer is None, layer or 0)
 
 
-def _check_dense_mlp(config: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
+def _check_experts(config: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
+    """UnsupportedModelError for a mixture whose experts are not linears of their own here."""
     text = _text_config(config)
     key = next((key for key in _EXPERT_KEYS if text.get(key)), None)
-    expert = next((name for name in modules if ".experts." in name), None)
-    if key or expert:
-        found = f"{key} = {text[key]}" if key else f"module {expert}"
+    if key and not any(".experts." in name for name in modules):
         raise UnsupportedModelError(
-            f"{_architecture(config)} is a mixture of experts ({found}), which is not supported; "
-            "give a model with dense MLPs"
+            f"{_architecture(config)} is a mixture of experts ({key} = {text[key]}), but no module "
+            "is named `experts.N`; supported are Qwen3MoeForCausalLM and MixtralForCausalLM"
         )
 
 

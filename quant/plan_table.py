@@ -5,6 +5,7 @@ Only words and columns; what they say is decided in `quant.plan` and `quant.esti
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
@@ -14,6 +15,8 @@ from rich.text import Text
 
 from quant.estimate import Estimate, row_bytes
 from quant.plan import Plan, PlanRow, general_name, layer_ranges
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def render_plan(
@@ -95,7 +98,7 @@ def _cells(
     row = rows[0]
     layers = [r.layer for r in rows if r.layer is not None]
     style = "dim" if row.scheme.is_dense else ""
-    yield Text(row.module if every_module else _short(row.module), style=style)
+    yield Text(row.module if every_module else _short(rows), style=style)
     if not every_module:
         yield Text(layer_ranges(layers), style=style)
     yield Text(f"{row.shape[0]} x {row.shape[1]}", style=style)
@@ -143,10 +146,11 @@ def _remark_lines(remarks: Mapping[str, int], what: str) -> RenderableType:
     return grid
 
 
-def _short(module: str) -> str:
+def _short(rows: Sequence[PlanRow]) -> str:
     """The name inside its layer: `self_attn.q_proj`; the whole name outside the layers."""
-    general = general_name(module)
-    return general.rpartition("layers.*.")[2]
+    general = general_name(rows[0].module).rpartition("layers.*.")[2]
+    experts = layer_ranges(int(n) for row in rows for n in _EXPERT.findall(row.module))
+    return general.replace(".experts.*.", f".experts.{experts}.")
 
 
 def _totals(plan: Plan, cost: Estimate, tokens: int, gguf_bytes: int | None) -> RenderableType:

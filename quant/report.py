@@ -28,6 +28,8 @@ class ModuleResult:
     outputs on calibration tokens, or of its weight when there were none (`error_of`); None for
     dense modules. damping: fraction of the Hessian's mean diagonal that gptq ended with.
     fallback: why the planned method could not be used. dead_columns: inputs that were always 0.
+    tokens_seen: of an expert, calibration tokens that the router sent it; is_starved: too few for
+    statistics of its own, so that the layer's were mixed in.
     """
 
     module: str
@@ -41,6 +43,8 @@ class ModuleResult:
     fallback: str | None = None
     dead_columns: int = 0
     note: str = ""
+    tokens_seen: int | None = None
+    is_starved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,15 @@ class RunReport:
                     "inputs of the widest module, so the errors shown are too good to be true; "
                     "use more --samples or longer --max-tokens"
                 )
+        starved = [m for m in self.modules if m.is_starved]
+        if starved:
+            experts = sorted({m.module.rpartition(".")[0] for m in starved})
+            shown = ", ".join(experts[:8]) + (" and more" if len(experts) > 8 else "")
+            yield (
+                f"{len(experts)} experts saw too few calibration tokens and were quantized with "
+                f"statistics of all their layer's tokens mixed in ({shown}); use more --samples or "
+                "texts that reach them"
+            )
         dead = [m for m in self.modules if m.dead_columns]
         if dead:
             yield (

@@ -2,9 +2,10 @@
 
 Written so that transformers and vLLM, which resolve a module's targets by different rules, always
 agree: targets are the class `Linear` when one scheme covers everything quantized (and the head is
-not quantized), and otherwise exact checkpoint names; modules that engines fuse (q|k|v, gate|up, the
-experts of a layer) share a scheme; every unquantized linear is ignored by name. What is written is
-resolved again by both rules before it is returned. This module knows nothing of tensors.
+not quantized), and otherwise exact checkpoint names (a pattern for all experts of a layer); modules
+that engines fuse (q|k|v, gate|up, the experts of a layer) share a scheme; every unquantized linear
+is ignored by name. What is written is resolved again by both rules before it is returned. This
+module knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def quantization_config(
         "config_groups": groups,
         "format": _global_format(scheme.layout for scheme in quantized.values()),
         "global_compression_ratio": None,
-        "ignore": dense,
+        "ignore": sorted({_target(name) for name in dense}),
         "kv_cache_scheme": None if kv is None else _kv_json(kv),
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
@@ -68,11 +69,19 @@ def quantization_config(
 def _groups(quantized: Mapping[str, Scheme]) -> dict[str, dict[str, Any]]:
     members: dict[Scheme, list[str]] = {}
     for name in sorted(quantized):
-        members.setdefault(quantized[name], []).append(name)
+        targets = members.setdefault(quantized[name], [])
+        targets.extend({_target(name)} - set(targets[-1:]))
     if len(members) == 1 and not any(_is_head(name) for name in quantized):
         members = {scheme: [_CLASS_TARGET] for scheme in members}
     by_label = sorted(members.items(), key=lambda item: item[0].label)
     return {f"group_{i:02}": _group_json(*item) for i, item in enumerate(by_label)}
+
+
+def _target(name: str) -> str:
+    """The exact name; for an expert a pattern of all its layer's. vLLM asks for experts by names of
+    its own: `experts.0.gate_proj`, also where the checkpoint says `experts.0.w1`."""
+    expert = _EXPERT.fullmatch(name)
+    return name if expert is None else f"re:{re.escape(expert.group(1))}\\..*"
 
 
 def _group_json(scheme: Scheme, targets: list[str]) -> dict[str, Any]:

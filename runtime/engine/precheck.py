@@ -19,13 +19,19 @@ def check_artifact(path: Path) -> None:
     """Raise unless `path` is a directory with a readable manifest and every file it lists.
 
     Raises:
-        ConfigError: something else is there, or nothing; the message says what.
+        ConfigError: something else is there, or nothing, or a model of a kind that the runtime
+            does not run; the message says what.
         ManifestError: artifact.json cannot be read.
         IntegrityError: a file is missing or has another size than artifact.json says.
     """
     if not (path / MANIFEST_NAME).is_file():
         raise ConfigError(_what_is_there(path))
     manifest, _ = read_manifest(path / MANIFEST_NAME)
+    if any(".experts." in name for name in manifest.modules):
+        raise ConfigError(
+            f"{path}: {manifest.architecture} is a mixture of experts, which this runtime does not "
+            "run; serve the artifact with an engine that reads compressed-tensors, such as vLLM"
+        )
     for name, record in sorted(manifest.files.items()):
         problem = _file_problem(path / name, record.size)
         if problem is not None:
