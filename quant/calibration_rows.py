@@ -76,12 +76,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
-                yield number, _decode(raw, f"{path}:{number}", first=number == 1)
+                yield number, decode_line(raw, f"{path}:{number}", first=number == 1)
     except OSError as error:
         raise CalibrationError(f"{path}: cannot read calibration rows: {error.strerror}") from error
 
 
-def _decode(raw: bytes, where: str, *, first: bool) -> str:
+def decode_line(raw: bytes, where: str, *, first: bool) -> str:
+    """UTF-8 text of a line (a byte order mark may begin the `first`), or CalibrationError."""
     try:
         return raw.decode("utf-8-sig" if first else "utf-8")
     except UnicodeDecodeError as error:
@@ -92,6 +93,13 @@ def _decode(raw: bytes, where: str, *, first: bool) -> str:
 
 
 def _parse(line: str, where: str, stem: str, counts: RowCounts) -> Row | None:
+    data = parse_object(line, where)
+    counts.ignored_keys.update(data.keys() - _KNOWN)
+    return parse_row(data, where, stem)
+
+
+def parse_object(line: str, where: str) -> dict[str, Any]:
+    """The JSON object on one line; CalibrationError says what else was found at `where`."""
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -102,8 +110,7 @@ def _parse(line: str, where: str, stem: str, counts: RowCounts) -> Row | None:
         raise CalibrationError(
             f"{where}: found {_name(data)}, expected one JSON object a line: {SHAPES}"
         )
-    counts.ignored_keys.update(data.keys() - _KNOWN)
-    return _row(data, where, stem)
+    return data
 
 
 def _refuse_half_surrogates(data: Any, where: str) -> None:
@@ -127,7 +134,8 @@ def _json_fault(line: str, error: Exception) -> str:
     return f"{reason}{at}; found {shown}"
 
 
-def _row(data: dict[str, Any], where: str, stem: str) -> Row | None:
+def parse_row(data: dict[str, Any], where: str, stem: str) -> Row | None:
+    """A row of one of the three shapes, None when it is blank; CalibrationError otherwise."""
     fields = _CONTENT & data.keys()
     common: dict[str, Any] = {
         "where": where,

@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.text import Text
 
 from quant.artifact.errors import ArtifactError
+from quant.cli_sample import HELP as SAMPLE_HELP
+from quant.cli_sample import sample_command
 from quant.errors import QuantError
 
 if TYPE_CHECKING:
@@ -225,6 +227,9 @@ def plan_command(
     job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
     _show_plan(job, every_module=every_module)
     _show_coverage(job)
+
+
+app.command("sample", help=SAMPLE_HELP)(sample_command)
 
 
 @app.command("convert")

@@ -1,0 +1,155 @@
+"""`quantize sample`: the command line of `quant.sampling`. Parses, calls, prints."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from quant.errors import CalibrationError
+
+_EXIT_INTERRUPTED = 130
+HELP = """
+Draw a calibration set from logs: no near duplicates, every source and length, no personal data.
+
+Reads OpenAI request logs and batch files, rows of text, messages or prompt + completion (.jsonl,
+.jsonl.gz), .txt and .md (folders too), .csv, .parquet and .arrow; - is stdin (JSONL). The same
+rows and seed give the same set, in whatever order they come. Beside OUT an account is written,
+OUT with .report.json, which holds counts and hashes and no text.
+
+[bold]Examples[/bold]
+
+  [cyan]quantize sample --from requests.jsonl --out calib.jsonl[/cyan]
+    256 rows: a quarter from the longest ones, the rest by traffic
+
+  [cyan]quantize sample --from logs/ --from deals/ --tokens 500000 -m MODEL --out c.jsonl[/cyan]
+    half a million tokens as this model counts them
+
+  [cyan]quantize sample --from a.jsonl.gz --against gate.jsonl --drop-leaks --out c.jsonl[/cyan]
+    nothing that the gate will ask
+"""
+
+From = Annotated[
+    list[str], typer.Option("--from", metavar="PATH", help="Log file or folder. Repeatable.")
+]
+Against = Annotated[
+    list[Path] | None,
+    typer.Option(help="Gate data (JSONL, text, folder) that must not be drawn. Repeatable."),
+]
+
+
+def sample_command(
+    from_: From,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The calibration file (JSONL).")],
+    samples: Annotated[int, typer.Option(min=1, help="Rows to draw.")] = 256,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Draw up to so many tokens instead.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Count tokens as this model does.",
+                     show_default="estimated from characters"),
+    ] = None,
+    against: Against = None,
+    drop_leaks: Annotated[
+        bool, typer.Option("--drop-leaks", help="Leave out rows the gate holds; else an error.")
+    ] = False,
+    pii: Annotated[
+        Literal["on", "report", "off"],
+        typer.Option(help="Personal data: replace by [EMAIL_1] and so on, count, or do not look."),
+    ] = "on",
+    similarity: Annotated[
+        float,
+        typer.Option(min=0.3, max=1.0, help="Jaccard similarity of word triples from which rows "
+                     "are duplicates; 1 drops equal rows only."),
+    ] = 0.8,
+    long_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Part reserved for the longest rows.")
+    ] = 0.25,
+    balance: Annotated[
+        Literal["traffic", "equal"], typer.Option(help="How the sources share the rest.")
+    ] = "traffic",
+    text_field: Annotated[
+        str | None, typer.Option(help="Field that holds the text or messages (a.b.c).")
+    ] = None,
+    source_field: Annotated[
+        str | None, typer.Option(help="Field that names the source, such as metadata.team.")
+    ] = None,
+    split_text: Annotated[
+        bool, typer.Option("--split-text", help="Blank lines part text files into documents.")
+    ] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Go on when over 1 % of the rows are malformed.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Which rows are drawn.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+) -> None:  # fmt: skip
+    from quant.sampling.report import render
+    from quant.sampling.sample import SampleSettings, draw_sample, report_path
+
+    for path in (out, report_path(out)):
+        if path.exists() and not overwrite:
+            raise CalibrationError(f"{path}: is there already; name another --out or --overwrite")
+    settings = SampleSettings(
+        samples=samples, tokens=tokens, seed=seed, similarity=similarity, long_share=long_share,
+        balance=balance, pii=pii, text_field=text_field, source_field=source_field,
+        split_text=split_text, skip_bad=skip_bad, drop_leaks=drop_leaks,
+    )  # fmt: skip
+    screen = Console(stderr=True, highlight=False)
+    try:
+        with tempfile.TemporaryDirectory() as spool, screen.status("reading") as status:
+            report = draw_sample(
+                _inputs(from_, Path(spool)),
+                out,
+                settings,
+                against=against or (),
+                length=_length(model) if model else None,
+                progress=lambda step, rows: status.update(f"{step}: {rows:,} rows"),
+            )
+    except KeyboardInterrupt:
+        screen.print("error: interrupted; nothing was written", style="red")
+        sys.exit(_EXIT_INTERRUPTED)
+    Console(highlight=False).print(render(report))
+    typer.echo(f"\nwritten   {out}\naccount   {report_path(out)}")
+
+
+def _inputs(names: list[str], spool: Path) -> list[Path]:
+    """The files; stdin, which can be read only once, is kept in `spool` for the second pass."""
+    paths = [Path(name) for name in names if name != "-"]
+    if "-" in names:
+        kept = spool / "stdin.jsonl"
+        with kept.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        paths.append(kept)
+    return paths
+
+
+def _length(model: str) -> Callable[[Mapping[str, Any]], int]:
+    """Tokens of a row as `model` counts them, chat template included."""
+    from quant.source import open_source
+
+    tokenizer = open_source(model).tokenizer()
+
+    def count(row: Mapping[str, Any]) -> int:
+        messages, tools = row.get("messages"), row.get("tools")
+        if messages is None:
+            text = "".join(row.get(key, "") for key in ("text", "prompt", "completion"))
+        elif tokenizer.chat_template:
+            try:
+                text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+            except Exception as error:  # templates raise whatever jinja and their authors like
+                raise CalibrationError(
+                    f"{model}: its chat template refuses the row {row.get('id', '')}: {error}"
+                ) from error
+        else:
+            raise CalibrationError(f"{model}: has no chat template; leave out --model for chats")
+        ids = tokenizer(text, add_special_tokens=messages is None, verbose=False)["input_ids"]
+        return max(1, len(ids))
+
+    return count

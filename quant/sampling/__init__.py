@@ -1,0 +1,1 @@
+"""`quantize sample`: a business-like calibration set drawn from logs; start at `sample.py`."""

@@ -1,0 +1,317 @@
+"""`quantize sample` through its front doors: `draw_sample` and the command."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quant.calibration_rows import RowCounts, read_rows
+from quant.cli import main
+from quant.errors import CalibrationError
+from quant.sampling.alike import jaccard, normalised, shingles
+from quant.sampling.leakage import read_gate
+from quant.sampling.records import calibration_row
+from quant.sampling.sample import SampleSettings, draw_sample
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+def words(seed: int, count: int) -> str:
+    rng = random.Random(seed)
+    return " ".join("".join(rng.choices("abcdefghij", k=5)) for _ in range(count))
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def draw(out: Path, *paths: Path, against: tuple[Path, ...] = (), **options: Any) -> Any:
+    return draw_sample(paths, out, SampleSettings(**options), against=against)
+
+
+def log_rows(count: int = 80) -> list[dict[str, Any]]:
+    tickets = [{"text": words(i, 30), "source": "tickets"} for i in range(count)]
+    contracts = [{"text": words(1000 + i, 2500), "source": "contracts"} for i in range(6)]
+    return tickets + contracts
+
+
+ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is it?"}]
+ANSWER = {"role": "assistant", "content": "On its way."}
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"text": "a"}, {"text": "a"}),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b"}),
+        ({"messages": ASK}, {"messages": ASK}),
+        ({"messages": ASK, "response": "On its way."}, {"messages": [*ASK, ANSWER]}),
+        ({"messages": ASK, "choices": [{"message": ANSWER}]}, {"messages": [*ASK, ANSWER]}),
+        (
+            {"request": {"messages": ASK}, "response": {"choices": [{"message": ANSWER}]}},
+            {"messages": [*ASK, ANSWER]},
+        ),
+        ({"custom_id": "r1", "body": {"messages": ASK}}, {"id": "r1", "messages": ASK}),
+        ({"prompt": "a", "choices": [{"text": "b"}]}, {"prompt": "a", "completion": "b"}),
+        ({"prompt": "a"}, {"text": "a"}),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+            {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant",
+             "content": "yes"}]},
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+            {"messages": [{"role": "user", "content": "hi"}]},
+        ),
+        ({"messages": ASK, "response": {"status_code": 500, "body": {}}}, {"messages": ASK}),
+    ],
+)  # fmt: skip
+def test_records_of_logs_become_calibration_rows(
+    record: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    row = calibration_row(record, "f:1", "log")
+    assert row == {"source": "log", **expected}
+    path = write(tmp_path / "f.jsonl", [row])
+    assert len(list(read_rows(path, RowCounts()))) == 1, "quantize --calib reads it"
+
+
+def test_the_wrong_field_names_file_line_found_and_expected(tmp_path: Path) -> None:
+    """cases.md A13."""
+    path = write(tmp_path / "log.jsonl", [{"body_text": "a", "user": 1}] * 3)
+    with pytest.raises(CalibrationError) as caught:
+        draw(tmp_path / "out.jsonl", path)
+    for part in ("log.jsonl:1", "body_text, user", '{"messages"}', "--text-field"):
+        assert part in str(caught.value)
+    assert draw(tmp_path / "out.jsonl", path, text_field="body_text").kept == 1
+
+
+def test_blank_and_malformed_rows_are_counted_and_too_many_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    rows = [json.dumps({"text": words(i, 20)}) for i in range(300)]
+    path.write_text("\n".join([*rows, "", "{not json", '{"text": ""}']))
+    report = draw(tmp_path / "out.jsonl", path, samples=10)
+    assert (report.rows, report.blank, report.malformed, report.kept) == (303, 2, 1, 10)
+    path.write_text("\n".join([*rows, *["[]"] * 4]))
+    with pytest.raises(CalibrationError, match=r"4 of 304 rows are malformed.*log.jsonl:301"):
+        draw(tmp_path / "two.jsonl", path)
+    assert not (tmp_path / "two.jsonl").exists()
+    assert draw(tmp_path / "two.jsonl", path, skip_bad=True).malformed == 4
+    path.write_text("\n\n")
+    with pytest.raises(CalibrationError, match="no usable row"):
+        draw(tmp_path / "three.jsonl", path)
+
+
+@given(st.randoms(use_true_random=False), st.integers(0, 3))
+@settings(max_examples=8, deadline=None)
+def test_order_of_rows_and_files_does_not_matter(
+    tmp_path_factory: pytest.TempPathFactory, rng: random.Random, seed: int
+) -> None:
+    folder = tmp_path_factory.mktemp("order")
+    rows = log_rows(40)
+    rows += [{**row, "lang": "en"} for row in rows[:5]]  # equal texts, unequal rows
+    first = draw(folder / "1.jsonl", write(folder / "a.jsonl", rows), samples=20, seed=seed)
+    rng.shuffle(rows)
+    files = [write(folder / "b.jsonl", rows[:17]), write(folder / "c.jsonl", rows[17:])]
+    rng.shuffle(files)
+    second = draw(folder / "2.jsonl", *files, samples=20, seed=seed)
+    assert first.sha256 == second.sha256
+    assert first.duplicates == second.duplicates == 5
+
+
+def test_another_seed_draws_other_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", log_rows())
+    reports = [draw(tmp_path / f"{s}.jsonl", path, samples=20, seed=s) for s in (0, 0, 1)]
+    assert reports[0].sha256 == reports[1].sha256 != reports[2].sha256
+
+
+def test_no_pair_above_the_threshold_survives(tmp_path: Path) -> None:
+    rows = []
+    for i in range(25):
+        text = words(i, 60).split()
+        for change in range(6):
+            rows.append({"text": " ".join([*text[: 60 - change], *["zz"] * change])})
+    report = draw(tmp_path / "o.jsonl", write(tmp_path / "a.jsonl", rows), samples=100)
+    sets = [shingles(normalised(row["text"])) for row in read(tmp_path / "o.jsonl")]
+    pairs = [(a, b) for i, a in enumerate(sets) for b in sets[:i]]
+    assert all(jaccard(a, b) < 0.8 for a, b in pairs)
+    assert 25 <= report.kept < 100
+    assert report.near_duplicates > 50
+
+
+def test_long_rows_are_never_starved(tmp_path: Path) -> None:
+    """cases.md A11: and they are kept whole; `quantize` cuts them into windows."""
+    report = draw(tmp_path / "o.jsonl", write(tmp_path / "a.jsonl", log_rows(400)), samples=24)
+    longest = [s for s in report.strata if s.source == "contracts"]
+    assert sum(s.drawn for s in longest) == 6
+    kept = [r for r in read(tmp_path / "o.jsonl") if r["source"] == "contracts"]
+    assert all(len(row["text"].split()) == 2500 for row in kept)
+
+
+def test_a_budget_of_tokens_is_kept(tmp_path: Path) -> None:
+    report = draw(tmp_path / "o.jsonl", write(tmp_path / "a.jsonl", log_rows()), tokens=9000)
+    assert 5000 < report.tokens <= 9000
+
+
+def test_a_repeated_system_prompt_is_reported(tmp_path: Path) -> None:
+    """cases.md A17: 64 rows sharing a 200-token prefix with 20 fresh tokens."""
+    system = {"role": "system", "content": words(7, 160)}
+    chats = [{"messages": [system, {"role": "user", "content": words(i, 16)}]} for i in range(64)]
+    report = draw(tmp_path / "o.jsonl", write(tmp_path / "a.jsonl", chats))
+    assert report.kept == 64, "a shared prompt does not make requests alike"
+    assert report.template_share > 0.8
+    assert any("system prompt" in warning for warning in report.warnings())
+
+
+def test_personal_data_is_replaced_counted_or_left(tmp_path: Path) -> None:
+    rows = [{"text": "Please write to ann@example.com soon; key sk-abcdefghijklmnopqrst12"}]
+    path = write(tmp_path / "a.jsonl", rows)
+    texts = {}
+    for pii in ("on", "report", "off"):
+        report = draw(tmp_path / f"{pii}.jsonl", path, pii=pii)
+        texts[pii] = read(tmp_path / f"{pii}.jsonl")[0]["text"]
+        assert report.rows_with_secrets == (0 if pii == "on" else 1)
+        assert report.redacted == ({} if pii == "off" else {"EMAIL": 1, "SECRET": 1})
+    assert texts["on"] == "Please write to [EMAIL_1] soon; key [SECRET_1]"
+    assert texts["report"] == texts["off"] == rows[0]["text"]
+
+
+def test_the_shipped_halves_do_not_leak_and_a_planted_copy_does(tmp_path: Path) -> None:
+    shipped = [REPO / "calib_data" / f"{name}.jsonl" for name in ("contracts", "service", "code")]
+    gate = REPO / "calib_data" / "gate"
+    assert draw(tmp_path / "o.jsonl", *shipped, against=(gate,), samples=400).kept == 400
+    texts = read(gate / "text.jsonl")
+    copies = [{"text": texts[0]["text"]}, {"text": texts[-1]["text"].upper() + " And more."}]
+    half = texts[3]["text"]
+    copies.append({"text": half[: len(half) // 2]})
+    copies.append({"text": words(1, 30), "doc": texts[5]["doc"]})
+    task = read(gate / "extraction.jsonl")[0]
+    copies.append({"prompt": task["messages"][-1]["content"], "completion": "x"})
+    for copy in copies:
+        planted = write(tmp_path / "planted.jsonl", [copy])
+        with pytest.raises(CalibrationError, match=r"1 of .* repeat the gate set: .*planted"):
+            draw(tmp_path / "p.jsonl", planted, against=(gate,))
+    write(tmp_path / "planted.jsonl", copies)
+    report = draw(
+        tmp_path / "p.jsonl", shipped[1], tmp_path / "planted.jsonl", against=(gate,),
+        samples=1000, drop_leaks=True,
+    )  # fmt: skip
+    assert report.leaks_dropped == len(copies)
+    assert report.kept == 144
+
+
+def test_the_same_filled_record_leaks_in_other_words(tmp_path: Path) -> None:
+    gold = {"party": "Glenholt Logistics", "sum": "48,210.00", "town": "Westerlund"}
+    gate = write(tmp_path / "gate.jsonl", [{"messages": ASK, "gold": gold}])
+    assert read_gate([gate])[0].values
+    row = {"text": "In Westerlund, glenholt logistics pays EUR 48,210.00 at once to the seller."}
+    with pytest.raises(CalibrationError, match="the same filled-in record"):
+        draw(tmp_path / "o.jsonl", write(tmp_path / "a.jsonl", [row]), against=(gate,))
+
+
+def test_kinds_of_files(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    (folder / "notes").mkdir(parents=True)
+    (folder / "notes" / "a.txt").write_text(words(1, 20) + "\n\n" + words(2, 20) + "\n")
+    with gzip.open(folder / "b.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"text": words(3, 20)}) + "\n")
+    with (folder / "c.csv").open("w", newline="") as out:
+        csv.writer(out).writerows([["text", "source"], [words(4, 20), "mail"]])
+    assert draw(tmp_path / "o.jsonl", folder).kept == 3
+    assert {row["source"] for row in read(tmp_path / "o.jsonl")} == {"notes", "b", "mail"}
+    assert draw(tmp_path / "o.jsonl", folder, split_text=True).kept == 4
+    (folder / "b.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(CalibrationError, match=r"b.jsonl.gz: cannot read"):
+        draw(tmp_path / "o.jsonl", folder)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra `sample` is not installed")
+    from pyarrow import parquet
+
+    rows = [{"messages": [{"role": "user", "content": words(i, 9)}], "id": i} for i in range(5)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert draw(tmp_path / "o.jsonl", tmp_path / "a.parquet").kept == 5
+
+
+def test_parquet_without_pyarrow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quant.sampling.readers.find_spec", lambda name: None)
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    with pytest.raises(CalibrationError, match=r"weighbridge\[sample\]"):
+        draw(tmp_path / "o.jsonl", tmp_path / "a.parquet")
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(["sample", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
+
+
+def test_the_command_writes_rows_and_an_account_without_text(
+    tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    path, out = write(tmp_path / "log.jsonl", log_rows()), tmp_path / "calib.jsonl"
+    code, shown, err = command("--from", path, "--out", out, "--samples", 20)
+    assert (code, err) == (0, "")
+    assert "contracts" in shown
+    account = json.loads((tmp_path / "calib.report.json").read_text())
+    assert account["kept"] == 20
+    assert sum(s["drawn"] for s in account["strata"]) == 20
+    assert read(out)[0].get("text", "")[:20] not in json.dumps(account)
+    code, _, err = command("--from", path, "--out", out)
+    assert code == 2
+    assert "--overwrite" in err
+    assert command("--from", path, "--out", out, "--overwrite")[0] == 0
+    assert command("--from", out, "--out", out, "--overwrite")[0] == 2
+
+
+def test_an_interruption_leaves_nothing(
+    tmp_path: Path,
+    command: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quant.sampling.sample.near_duplicates", interrupt)
+    path = write(tmp_path / "log.jsonl", log_rows())
+    code, _, err = command("--from", path, "--out", tmp_path / "o.jsonl")
+    assert code == 130
+    assert "nothing was written" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl"]
+
+
+def test_a_models_own_tokenizer_counts(
+    tmp_path: Path,
+    tiny_model: Callable[..., Path],
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "abc"}]}])
+    code, _, err = command("--from", path, "--out", tmp_path / "o.jsonl", "--model", tiny_model())
+    assert code == 0, err
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(tiny_model())(
+        "<|im_start|>user\nabc<|im_end|>\n", add_special_tokens=False
+    )["input_ids"]
+    assert json.loads((tmp_path / "o.report.json").read_text())["tokens"] == len(ids)
