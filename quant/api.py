@@ -23,6 +23,8 @@ from quant.calibration import Calibration, load_calibration
 from quant.checkpoint import Source
 from quant.errors import CalibrationError, PipelineError, QuantError, RecipeError
 from quant.estimate import Estimate, estimate
+from quant.foreign import QuantizedSource, is_quantized
+from quant.foreign_convert import convert, foreign_plan
 from quant.machine import check_device, free_disk_bytes, free_memory_bytes, measured_flops
 from quant.pipeline import Progress, run
 from quant.plan import Plan, make_plan
@@ -85,16 +87,18 @@ def prepare(
     strict: bool = False,
     device: str = "cpu",
     overrides: Mapping[str, Any],
+    keep_codes: bool = False,
 ) -> Job:
-    """Read the recipe and the model, plan, and estimate; calibration files are found, not read."""
+    """Read the recipe and the model, plan, and estimate; calibration files are found, not read.
+
+    keep_codes: a checkpoint that another tool quantized is taken as it is, instead of refused.
+    """
     check_device(device)
     loaded = load_recipe(recipe, overrides)
     files = _calibration_files(calib)
     name = str(model) if model is not None else _recipe_model(loaded)
     began = time.perf_counter()
-    source = open_source(name)
-    if (adapter := _adapter(loaded)) is not None:
-        source = with_adapter(source, adapter)
+    source = _open_source(name, loaded, keep_codes=keep_codes)
     opening_s = time.perf_counter() - began
     plan = make_plan(
         loaded,
@@ -105,7 +109,10 @@ def prepare(
         source_dtype=str(source.dtype).removeprefix("torch."),
         is_tied=source.skeleton.is_tied,
     )
-    plan = _with_source_warning(plan, source)
+    if isinstance(source, QuantizedSource):
+        plan = foreign_plan(plan, source)
+    else:
+        plan = _with_source_warning(plan, source)
     tokens = loaded.calibration.samples * loaded.calibration.max_tokens
     tokens = tokens if plan.needs_calibration else 0
     cost = estimate(
@@ -156,18 +163,17 @@ def carry_out(
 ) -> RunReport:
     """Calibrate (unless windows are given), quantize, seal, write the reports beside it."""
     check_out(job, overwrite=overwrite)
-    windows = calibration if calibration is not None else calibrate(job)
-    report = run(
-        job.source,
-        job.plan,
-        job.recipe,
-        windows,
-        job.out,
-        device=job.device,
-        progress=progress,
-        overwrite=overwrite,
-        resume=resume,
-    )
+    if isinstance(job.source, QuantizedSource):
+        report = convert(
+            job.source, job.plan, job.recipe, job.out,
+            progress=progress, overwrite=overwrite, resume=resume,
+        )  # fmt: skip
+    else:
+        windows = calibration if calibration is not None else calibrate(job)
+        report = run(
+            job.source, job.plan, job.recipe, windows, job.out,
+            device=job.device, progress=progress, overwrite=overwrite, resume=resume,
+        )  # fmt: skip
     if job.source.kind == "gguf":
         report = replace(report, unpacked_bytes=job.cost.source_bytes)
     files = {
@@ -242,6 +248,18 @@ def _recipe_model(recipe: Recipe) -> str:
         raise RecipeError("no model: give --model MODEL, or `model:` in the recipe")
     beside = Path(recipe.where().rpartition(":")[0]).parent / recipe.model
     return str(beside) if beside.exists() else recipe.model
+
+
+def _open_source(name: str, recipe: Recipe, *, keep_codes: bool) -> Source:
+    adapter = _adapter(recipe)
+    if keep_codes and Path(name).is_dir() and is_quantized(Path(name)):
+        if adapter is not None:
+            raise RecipeError(f"{name}: an adapter cannot be merged into codes; give the original")
+        if recipe.dtype != "auto":
+            raise RecipeError(f"{name}: --dtype would round the scales; codes are kept as they are")
+        return QuantizedSource(Path(name))
+    source = open_source(name)
+    return source if adapter is None else with_adapter(source, adapter)
 
 
 def _adapter(recipe: Recipe) -> str | None:

@@ -243,10 +243,11 @@ def convert_command(
 ) -> None:
     """Make an artifact of the weights as they are: nothing is quantized.
 
+    A GPTQ, AWQ or compressed-tensors checkpoint of another tool keeps its codes, bit for bit.
     The runtime runs artifacts only; this is how a plain checkpoint or GGUF becomes one.
     """
     changes = _changes(None, None, None, None, None, dtype, adapter)
-    job = _prepare(model, "none.yaml", None, out, False, "cpu", None, changes)
+    job = _prepare(model, "none.yaml", None, out, False, "cpu", None, changes, keep_codes=True)
     _check_ready(job, overwrite=overwrite)
     _carry_out(job, overwrite=overwrite, resume=not no_resume)
 
@@ -320,6 +321,8 @@ def _prepare(
     device: str,
     threads: int | None,
     changes: dict[str, Any],
+    *,
+    keep_codes: bool = False,
 ) -> Job:
     with err_console.status("reading the model"):
         _quiet_libraries()
@@ -330,7 +333,14 @@ def _prepare(
 
             torch.set_num_threads(threads)
         return prepare(
-            model, recipe, calib or None, out, strict=strict, device=device, overrides=changes
+            model,
+            recipe,
+            calib or None,
+            out,
+            strict=strict,
+            device=device,
+            overrides=changes,
+            keep_codes=keep_codes,
         )
 
 

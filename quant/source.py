@@ -62,11 +62,11 @@ class HFSource(Source):
         self, path: Path, *, hub_id: str | None = None, revision: str | None = None
     ) -> None:
         self.path, self.hub_id, self.revision = path, hub_id, revision
-        self.config = _read_config(path)
-        _refuse_code(path, self.config)
+        self.config = read_config(path)
+        refuse_code(path, self.config)
         refuse_quantized(path, self.config)
         check_family(self.config, str(path))
-        _require_tokenizer(path)
+        require_tokenizer(path)
         _refuse_pickle(path)
         self._reader = CheckpointReader(path)
         self.names = tuple(self._reader.names)
@@ -167,7 +167,8 @@ def _snapshot_revision(path: Path) -> str | None:
     return path.name if is_commit else None
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json; SourceError unless it is of a transformers model."""
     config = read_object(path / "config.json")
     if "model_type" not in config:
         raise SourceError(f"{path / 'config.json'}: no model_type; is this a transformers model?")
@@ -180,7 +181,8 @@ def _check_generation_config(path: Path) -> None:
         read_object(path / "generation_config.json")
 
 
-def _refuse_code(path: Path, config: dict[str, Any]) -> None:
+def refuse_code(path: Path, config: dict[str, Any]) -> None:
+    """UnsafeCheckpointError if the model or its tokenizer comes with code to run."""
     settings = path / "tokenizer_config.json"
     found = "config.json" if "auto_map" in config else None
     if settings.is_file() and "auto_map" in read_object(settings):
@@ -200,7 +202,7 @@ def refuse_quantized(path: Path, config: dict[str, Any]) -> None:
         method, layout = known.get("quant_method", "unknown"), known.get("format", "?")
         raise AlreadyQuantizedError(
             f"{path}: already quantized ({method}, format {layout}); "
-            "start from the original float checkpoint"
+            "start from the original float checkpoint, or keep these codes: `quantize convert`"
         )
 
 
@@ -222,7 +224,8 @@ def _refuse_codes(path: Path, reader: CheckpointReader, used: Iterable[str]) -> 
             )
 
 
-def _require_tokenizer(path: Path) -> None:
+def require_tokenizer(path: Path) -> None:
+    """SourceError if the directory has no tokenizer."""
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise SourceError(
             f"{path}: no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); copy the tokenizer "

@@ -184,8 +184,8 @@ def _why_no_artifact(path: Path) -> str:
     method = found.get("quant_method", "unknown") if isinstance(found, dict) else None
     if method is not None:
         return (
-            f"{path} is a {method} checkpoint without {MANIFEST_NAME}; checkpoints quantized by "
-            "other tools are not read yet: quantize the original model instead"
+            f"{path} is a {method} checkpoint without {MANIFEST_NAME}; make an artifact of its "
+            f"codes with `quantize convert {path}`"
         )
     return (
         f"{path} is a plain checkpoint, not an artifact; make one with `quantize --model {path}` "

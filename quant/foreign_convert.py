@@ -1,0 +1,113 @@
+"""`quantize convert` of a checkpoint that is quantized already: its codes, scales and zero points
+become an artifact as they are.
+
+The same staging, resume, probe and sealing as `quant.pipeline`, without a method: a layer is read,
+written, and the probe prompts pass through what was written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from quant.foreign import QuantizedSource
+from quant.layer_job import stored_parts
+from quant.pipeline import (
+    Clock,
+    Job,
+    Progress,
+    Silent,
+    advance,
+    finish_outer,
+    open_writer,
+    start_job,
+)
+from quant.plan import Plan, check_fused
+from quant.provenance import finish, job_identity, read_results, stage_files, store_results
+from quant.recipe import Recipe
+from quant.report import ModuleResult, RunReport
+
+
+def foreign_plan(dense: Plan, source: QuantizedSource) -> Plan:
+    """The plan of a conversion: what `dense` says of the model, with the schemes that are there.
+
+    PlanError where modules that run as one differ in scheme.
+    """
+    rows = tuple(
+        row
+        if source.schemes[row.module].is_dense
+        else replace(
+            row, scheme=source.schemes[row.module], note=f"codes of {source.method}, as read"
+        )
+        for row in dense.rows
+    )
+    check_fused(rows)
+    return replace(dense, rows=rows, warnings=())
+
+
+def convert(
+    source: QuantizedSource,
+    plan: Plan,
+    recipe: Recipe,
+    out: Path,
+    *,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+) -> RunReport:
+    """Seal the artifact of `source` at `out`. Raises what `quant.pipeline.run` raises."""
+    clock, shown = Clock(), progress or Silent()
+    identity = job_identity(source, plan, recipe, None, "cpu")
+    with open_writer(source, plan, out, identity, overwrite=overwrite, resume=resume) as writer:
+        resumed = len(writer.committed)
+        stage_files(source, recipe, writer)
+        job = start_job(source, plan, recipe, None, writer, "cpu")
+        shown.start(plan.num_layers)
+        for index in range(plan.num_layers):
+            shown.layer(index, f"layer {index + 1} of {plan.num_layers}")
+            names = job.skeleton.layer_names(index)
+            advance(job, index, _written(job, source, index, index + 1, names))
+        shown.done()
+        outer = (*job.skeleton.outer_names(), *source.extra_names())
+        _written(job, source, None, 0, outer)
+        probe = finish_outer(job)
+        clock.lap("convert")
+        return finish(
+            source, plan, recipe, None, writer, probe, job.results,
+            seconds=clock.seconds, resumed=resumed, device="cpu",
+        )  # fmt: skip
+
+
+def _written(
+    job: Job, source: QuantizedSource, layer: int | None, shard: int, names: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """The tensors of a shard as they are on disk, written now or by an earlier run."""
+    if shard not in job.writer.committed:
+        tensors, results = _read(job, source, layer, names)
+        store_results(job.writer, shard, results)
+        job.writer.write_shard(shard, tensors)
+    job.results.update(read_results(job.writer, shard))
+    return job.writer.read_shard(shard)
+
+
+def _read(
+    job: Job, source: QuantizedSource, layer: int | None, names: tuple[str, ...]
+) -> tuple[dict[str, Tensor], dict[str, ModuleResult]]:
+    tensors: dict[str, Tensor] = {}
+    results = {}
+    for row in job.plan.layer_rows(layer):
+        parts = {}
+        if not row.scheme.is_dense:
+            parts = stored_parts(row.module, source.weight(row.module))
+        elif f"{row.module}.weight" in names:
+            parts = {f"{row.module}.weight": source.tensor(f"{row.module}.weight")}
+        tensors.update(parts)
+        results[row.module] = ModuleResult(
+            module=row.module, shape=row.shape, scheme=row.scheme.label, method="none",
+            bytes=sum(part.nbytes for part in parts.values()), note=row.note,
+        )  # fmt: skip
+    done = {f"{row.module}.weight" for row in job.plan.layer_rows(layer)}
+    tensors.update({name: source.tensor(name) for name in names if name not in done})
+    return tensors, results
