@@ -245,7 +245,7 @@ def _refit_scales(
     if grid.zero_point is not None:
         width = codes.shape[1] // len(grid.zero_point)
         shifted = codes - grid.zero_point.T.float().repeat_interleave(width, 1)
-    solution = _solve_scales(weight, shifted, hessian, len(grid.scale)).T
+    solution = _solve_scales(weight, shifted, hessian, len(grid.scale)).T.contiguous()
     usable = torch.isfinite(solution) & (solution > 0) & ~grid.is_zero
     wanted = torch.where(usable, within(solution, scale_dtype), grid.scale.float())
     trial = replace(grid, scale=round_scale(wanted, scale_dtype))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
+import quant.methods.gptq as gptq_module
 from quant.artifact.layout import dequantize
 from quant.artifact.scheme import Scheme, WeightScheme, preset, with_group_size
+from quant.methods.columns import Grid
 from quant.methods.gptq import GPTQSettings, gptq, relative_output_error
 from quant.methods.rtn import rtn
 
@@ -67,6 +70,28 @@ def test_lazy_blocks_change_nothing_but_rounding() -> None:
         for size in (8, 4096)
     )
     assert small == pytest.approx(large, rel=0.02)
+
+
+@pytest.mark.parametrize("scheme", [SYM, ASYM], ids=lambda s: s.label)
+def test_blocks_lie_in_memory_as_the_kernel_reads_them(
+    monkeypatch: pytest.MonkeyPatch, scheme: Scheme
+) -> None:
+    """A row of a block, of scales and of zero points is one piece: no stride is passed for them."""
+    plain, seen = gptq_module.sweep_reference, list[bool]()
+
+    def checked(
+        block: Tensor, local: Tensor, groups: Tensor, grid: Grid, present: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        read = [block, groups, grid.scale, grid.zero_point, grid.is_zero, present]
+        assert all(tensor.is_contiguous() for tensor in read if tensor is not None)
+        assert local.stride(1) == 1
+        seen.append(present is None)
+        return plain(block, local, groups, grid, present)
+
+    monkeypatch.setattr(gptq_module, "sweep_reference", checked)
+    weight, _, hessian = problem()
+    gptq(weight, hessian, scheme, torch.bfloat16, GPTQSettings(block_size=32))
+    assert seen == [True] * 4 + [False] * 8
 
 
 def test_rows_are_independent() -> None:
