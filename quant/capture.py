@@ -51,10 +51,6 @@ class Stream:
     hidden: list[Tensor] = field(default_factory=list)
     home: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    def fill(self, hidden: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """Start with these states, kept in `dtype`."""
-        self.hidden = [states.to(self.home, dtype) for states in hidden]
-
     def __iter__(self) -> Iterator[tuple[Batch, Tensor]]:
         return iter(zip(self.batches, self.hidden, strict=True))
 

@@ -232,12 +232,18 @@ class Skeleton:
         layer.requires_grad_(False)
         return layer
 
-    def embed(self, weights: Mapping[str, Tensor], token_ids: list[Tensor]) -> list[Tensor]:
-        """Hidden states [B, T, H] that enter layer 0, on the CPU, for each [B, T] of ids."""
+    def embed(
+        self,
+        weights: Mapping[str, Tensor],
+        token_ids: list[Tensor],
+        home: torch.device | str = "cpu",
+    ) -> list[Tensor]:
+        """Hidden states [B, T, H] that enter layer 0, in `compute_dtype` on `home`, for each [B, T]
+        of ids."""
         table = self._model.model.embed_tokens
         placeholder = table.weight
         table.weight = _parameter(weights["model.embed_tokens.weight"], self.device)
-        hidden = [table(ids.to(self.device)).cpu() for ids in token_ids]
+        hidden = [table(ids.to(self.device)).to(home, self.compute_dtype) for ids in token_ids]
         table.weight = placeholder
         return hidden
 

@@ -225,7 +225,8 @@ def start_job(
     for stream in streams:
         width, dtype = plan.hidden_size, skeleton.compute_dtype
         stream.home = torch.device(choose_home(stream.batches, width, dtype, device))
-        stream.fill(skeleton.embed(embedding, [b.token_ids for b in stream.batches]), dtype)
+        ids = [batch.token_ids for batch in stream.batches]
+        stream.hidden = skeleton.embed(embedding, ids, stream.home)
     return Job(
         source=source, plan=plan, skeleton=skeleton, writer=writer, settings=settings,
         calibration=streams[1] if len(streams) > 1 else None, probe=streams[0],
