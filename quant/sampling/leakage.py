@@ -82,7 +82,7 @@ def _leak(
     owners: np.ndarray[Any, Any],
     table: U64,
 ) -> tuple[GateDocument, str] | None:
-    ids = {str(row[key]) for key in ("id", "doc") if key in row}
+    ids = _ids(row)
     for document in gate:
         if ids & document.ids:
             return document, f"the same id {sorted(ids & document.ids)[0]}"
@@ -115,16 +115,21 @@ def _index(sets: Sequence[U64]) -> tuple[np.ndarray[Any, Any], U64]:
 
 def _document(where: str, item: Mapping[str, Any]) -> GateDocument:
     texts = list(_strings({k: v for k, v in item.items() if k not in _SKIPPED and k != "gold"}))
-    ids = frozenset(str(item[key]) for key in ("id", "doc") if isinstance(item.get(key), str | int))
     values = sorted({normalised(v) for v in _strings(item.get("gold"))}, key=len, reverse=True)
     values = [value for value in values if len(value) >= 4]
     telling = len(values) >= 3 and sum(map(len, values)) >= 24
     return GateDocument(
         where=where,
-        ids=ids,
+        ids=_ids(item),
         values=tuple(values) if telling else (),
         runs=ngrams(normalised("\n".join(texts)), RUN),
     )
+
+
+def _ids(row: Mapping[str, Any]) -> frozenset[str]:
+    """Ids that name a document; a mere number or a short name says nothing in another file."""
+    found = (row[key] for key in ("id", "doc") if isinstance(row.get(key), str))
+    return frozenset(name for name in found if len(name) >= 6 and not name.isdigit())
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -57,13 +57,19 @@ def _long_quota(counts: Mapping[Stratum, int], wanted: int) -> dict[Stratum, int
 
 def share_out(capacity: Mapping[Key, int], total: int, *, equal: bool = False) -> dict[Key, int]:
     """`total` (or all there is) by weight, at least one each if it suffices, none over capacity."""
-    total = min(total, sum(capacity.values()))
+    everything = sum(capacity.values())
+    total = min(total, everything)
     given = dict.fromkeys(sorted(capacity), 0)
     for key in sorted(capacity, key=lambda k: (-capacity[k], k))[:total]:
         given[key] = min(1, capacity[key])
+    # Most of it at once: nobody's share is less than this, so the loop below only rounds.
+    spare = max(0, total - len(capacity))
+    for key, most in capacity.items():
+        share = spare // len(capacity) if equal else spare * most // max(1, everything)
+        given[key] = max(given[key], min(most, share))
     for _ in range(total - sum(given.values())):
         open_ = (k for k in given if given[k] < capacity[k])
-        # Whoever is furthest below its share (Sainte-Lague's family of rules).
+        # Whoever is furthest below its share.
         best = min(open_, key=lambda k: ((given[k] + 1) / (1 if equal else capacity[k]), k))
         given[best] += 1
     return given

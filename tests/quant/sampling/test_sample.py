@@ -222,6 +222,12 @@ def test_the_same_filled_record_leaks_in_other_words(tmp_path: Path) -> None:
         draw(tmp_path / "o.jsonl", write(tmp_path / "a.jsonl", [row]), against=(gate,))
 
 
+def test_a_number_as_id_is_no_document(tmp_path: Path) -> None:
+    gate = write(tmp_path / "gate.jsonl", [{"text": words(1, 40), "id": 3, "doc": "7"}])
+    log = write(tmp_path / "a.jsonl", [{"text": words(2, 40), "id": 3, "doc": "7"}])
+    assert draw(tmp_path / "o.jsonl", log, against=(gate,)).kept == 1
+
+
 def test_kinds_of_files(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     (folder / "notes").mkdir(parents=True)
