@@ -247,12 +247,23 @@ class Skeleton:
         table.weight = placeholder
         return hidden
 
-    def run_layer(self, index: int, layer: nn.Module, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Output [B, T, H] of decoder layer `index`; mask [B, T] is True on real tokens."""
+    def run_layer(
+        self,
+        index: int,
+        layer: nn.Module,
+        hidden: Tensor,
+        mask: Tensor,
+        *,
+        needs_grad: bool = False,
+    ) -> Tensor:
+        """Output [B, T, H] of decoder layer `index`; mask [B, T] is True on real tokens.
+
+        With `needs_grad` the output can be differentiated by `hidden`.
+        """
         inner = self._model.model
         inner.layers[index] = layer
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(needs_grad):
                 output = inner(
                     inputs_embeds=hidden.to(self.device),
                     attention_mask=mask.to(self.device),
