@@ -16,7 +16,8 @@ from quant.errors import CalibrationError
 
 _EXIT_INTERRUPTED = 130
 HELP = """
-Draw a calibration set from logs: no near duplicates, every source and length, no personal data.
+Draw a calibration set from logs: no near duplicates, every source and length, e-mail, telephone,
+identity and card numbers and keys replaced (names are not found).
 
 Reads OpenAI request logs and batch files, rows of text, messages or prompt + completion (.jsonl,
 .jsonl.gz), .txt and .md (folders too), .csv, .parquet and .arrow; - is stdin (JSONL). The same
