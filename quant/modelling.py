@@ -39,11 +39,12 @@ from quant.experts import Expert, ExpertLeaves, Experts
 ATTENTION = "weighbridge_tap"
 
 # Modules of a decoder layer that read the same input, in the order in which a layer computes them.
-ATTENTION_STAGES = (
+Stages = tuple[tuple[str, ...], ...]
+ATTENTION_STAGES: Stages = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
 )
-MLP_STAGES = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
+MLP_STAGES: Stages = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
 HEAD = "lm_head"
 
 
@@ -58,10 +59,13 @@ class MixtureNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A model family: the class that config.json must name, and its experts if it has any."""
+    """A model family: the class that config.json must name, its experts if it has any, and the
+    stages of its attention and of a dense MLP, in checkpoint names."""
 
     architecture: str
     mixture: MixtureNames | None = None
+    attention: Stages = ATTENTION_STAGES
+    mlp: Stages = MLP_STAGES
 
 
 FAMILIES: dict[str, Family] = {
@@ -70,6 +74,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(architecture="Qwen2ForCausalLM"),
     "qwen3": Family(architecture="Qwen3ForCausalLM"),
     "gemma3_text": Family(architecture="Gemma3ForCausalLM"),
+    "smollm3": Family(architecture="SmolLM3ForCausalLM"),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        attention=(("self_attn.qkv_proj",), ("self_attn.o_proj",)),
+        mlp=(("mlp.gate_up_proj",), ("mlp.down_proj",)),
+    ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
         mixture=MixtureNames(block="mlp", leaves=("gate_proj", "up_proj", "down_proj")),
@@ -141,7 +151,9 @@ class Skeleton:
     ) -> None:
         self._model = _empty_model(config, where)
         hf_config = self._model.config
-        self.mixture = FAMILIES[str(config["model_type"])].mixture
+        self._family = FAMILIES[str(config["model_type"])]
+        self.architecture = self._family.architecture
+        self.mixture = self._family.mixture
         routers: dict[str, tuple[int, int]] = {}
         for index, decoder in enumerate(self._model.model.layers):
             if self.mixture is not None and _is_mixture(decoder):
@@ -185,7 +197,7 @@ class Skeleton:
         """What the names of a layer's tensors start with."""
         return f"model.layers.{index}."
 
-    def stages(self, index: int) -> tuple[tuple[str, ...], ...]:
+    def stages(self, index: int) -> Stages:
         """Linears of a layer (names after its prefix), in the order in which it computes them.
 
         All of a stage are quantized before the next one's inputs are looked at. They share their
@@ -193,11 +205,11 @@ class Skeleton:
         """
         blueprint = self._blueprints[index]
         if self.mixture is None or not _is_mixture(blueprint):
-            return (*ATTENTION_STAGES, *MLP_STAGES)
+            return (*self._family.attention, *self._family.mlp)
         names = [f"{self.mixture.block}.experts.{e}" for e in range(len(blueprint.mlp.experts))]
         gate, up, down = self.mixture.leaves
         read_hidden = tuple(f"{name}.{leaf}" for name in names for leaf in (gate, up))
-        return (*ATTENTION_STAGES, read_hidden, tuple(f"{name}.{down}" for name in names))
+        return (*self._family.attention, read_hidden, tuple(f"{name}.{down}" for name in names))
 
     def experts_of(self, layer: nn.Module) -> Experts | None:
         """The experts of a built layer, None where its MLP is dense."""
@@ -368,9 +380,12 @@ def check_tensors(skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]], whe
         wanted.extend(skeleton.layer_names(index))
     missing = [name for name in wanted if name not in shapes]
     if missing:
+        unknown = [name for name in shapes if name not in skeleton.parameter_shapes]
+        instead = f" (found instead: {', '.join(unknown[:4])})" if unknown else ""
         raise SourceError(
-            f"{where}: {len(missing)} tensors that config.json promises are missing, the first is "
-            f"{missing[0]}; is this the whole checkpoint of that model?"
+            f"{where}: {len(missing)} tensors that config.json promises ({skeleton.architecture}) "
+            f"are missing, the first is {missing[0]}{instead}; is this the whole checkpoint of "
+            "that model?"
         )
     beyond = [name for name in shapes if layer_of(name) >= skeleton.num_layers]
     if beyond:

@@ -44,7 +44,7 @@ from quant.layer_job import (
     stored_parts,
 )
 from quant.methods.gptq import GPTQSettings
-from quant.modelling import ATTENTION_STAGES, HEAD, Skeleton
+from quant.modelling import HEAD, Skeleton
 from quant.plan import Plan
 from quant.provenance import finish, job_identity, read_results, stage_files, store_results
 from quant.recipe import Recipe
@@ -301,7 +301,8 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
         return job.skeleton.run_layer(index, layer, hidden, mask)
 
     windows = job.calibration or job.probe
-    for stage in job.skeleton.stages(index):
+    stages = job.skeleton.stages(index)
+    for stage in stages:
         work = (
             [rows[prefix + leaf] for leaf in stage], linears, by_module, windows, run_layer,
             job.settings,
@@ -313,7 +314,7 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
         for name, outcome in outcomes.items():
             results[name] = outcome.result
             stored.update(stored_parts(name, outcome.weight))
-        if job.plan.kv_cache == "fp8" and stage is ATTENTION_STAGES[0]:
+        if job.plan.kv_cache == "fp8" and stage is stages[0]:
             scales = choose_scales(layer, windows, run_layer, job.settings.dtype)
             stored.update(zip(scale_names(prefix), scales, strict=True))
     return stored, results

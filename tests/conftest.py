@@ -62,6 +62,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "tie_word_embeddings": True,
     },
+    "smollm3": {"no_rope_layer_interval": 2},
+    "phi3": {"partial_rotary_factor": 0.5, "sliding_window": 11},
     # Layer 1 has a dense MLP, as Qwen3-MoE may.
     "qwen3_moe": {
         "head_dim": 16,

@@ -22,7 +22,7 @@ from quant.artifact.dialect import parse_quantization_config
 from quant.artifact.layout import QuantizedWeight, dequantize
 from quant.calibration import windows_from_token_lists
 from quant.capture import Stream, make_batches
-from quant.errors import PlanError
+from quant.errors import PlanError, QuantError
 from quant.estimate import estimate
 from quant.expert_job import token_floor
 from quant.pipeline import run
@@ -252,6 +252,41 @@ def test_plans_refuse_what_engines_would_misread(
 ) -> None:
     with pytest.raises(PlanError, match=message):
         plan(tiny_model("qwen3_moe"), f"{RECIPES['w4a16']}overrides: [{override}]\n")
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "OtherForCausalLM"])
+def test_unknown_layouts_are_named(
+    architecture: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """cases.md A21: linears called fc1 and fc2: what was looked for, what was found, in what."""
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    renamed = {name.replace("up_proj", "fc1"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    with pytest.raises(QuantError) as caught:
+        open_source(str(model))
+    assert architecture in str(caught.value)
+    named = ["mlp.up_proj.weight", "mlp.fc1.weight"] if architecture[0] == "L" else ["supported"]
+    assert all(name in str(caught.value) for name in named)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", MIXTURES)
+def test_transformers_reads_experts_through_compressed_tensors(
+    family: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It fuses packed experts itself (5.24; not int8 experts, nor Mixtral's of two schemes)."""
+    model = tiny_model(family)
+    artifact, _ = quantized(model, tmp_path / "art", RECIPES["w4a16"])
+    dense = dense_copy(model, artifact, tmp_path / "dense")
+    logits = []
+    for path in (tmp_path / "art", dense):
+        loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits.append(loaded(torch.tensor(windows(2))).logits)
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=1e-5)
 
 
 def test_extra_tensors_are_copied(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from runtime.request import Request, SamplingParams
 
 NEAR_TIE = 1e-4
 LOGIT_TOLERANCE = 1e-3
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "smollm3"]
 MODES: dict[str, dict[str, Any]] = {
     "all at once": {},
     "chunk 32": {"max_num_batched_tokens": 32},
