@@ -28,8 +28,9 @@ from quant.artifact.layout import dequantize
 from quant.artifact.scheme import Scheme
 from quant.capture import Batch, make_batches
 from quant.checkpoint import Source
+from quant.errors import UnsupportedModelError
 from quant.methods.rtn import rtn
-from quant.modelling import STAGES, Skeleton
+from quant.modelling import Skeleton
 
 Tell = Callable[[str], None]
 
@@ -60,11 +61,17 @@ def fisher_sensitivity(
     """Scores of every fused group of every layer in each of its candidates.
 
     candidates: module name -> schemes, equally many for the modules of a group (the same scheme
-    but for group sizes that do not divide). dtype: of scales. `tell` hears how far it is.
+    but for group sizes that do not divide). dtype: of scales. `tell` hears how far it is. Raises
+    UnsupportedModelError for a mixture of experts.
     """
     tell = tell or (lambda _: None)
     batches = make_batches(windows, batch_tokens)
     skeleton = source.skeleton if device == "cpu" else Skeleton(source.config, device)
+    if skeleton.mixture is not None:
+        raise UnsupportedModelError(
+            f"{source.path}: sensitivity of a mixture of experts cannot be measured yet; write its "
+            "`overrides:` by hand"
+        )
     doors = _forward(source, skeleton, batches, tell)
     gradients = _head_gradients(source, skeleton, batches, doors.pop(), draws, seed)
     found: list[Sensitivity] = []
@@ -131,7 +138,7 @@ def _layer(
 ) -> list[Sensitivity]:
     """Scores of one layer; `gradients` by its output become those by its input."""
     prefix = skeleton.layer_prefix(index)
-    stages = [tuple(prefix + leaf for leaf in stage) for stage in STAGES]
+    stages = [tuple(prefix + leaf for leaf in stage) for stage in skeleton.stages(index)]
     linears = {name: _linear(layer, name.removeprefix(prefix)) for s in stages for name in s}
     errors = {name: _errors(linears[name], candidates[name], dtype) for name in linears}
     sums = [torch.zeros(len(candidates[stage[0]]), dtype=torch.float64) for stage in stages]
