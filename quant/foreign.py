@@ -26,6 +26,7 @@ from quant.artifact.scheme import DENSE, GROUP_SIZES, Scheme, WeightScheme
 from quant.artifact.store import CheckpointReader
 from quant.checkpoint import read_object
 from quant.errors import SourceError
+from quant.kv_scales import scale_names
 from quant.modelling import check_family, check_tensors
 from quant.source import (
     QUANTIZED_MARKS,
@@ -57,6 +58,7 @@ class QuantizedSource(HFSource):
         self.config = {k: v for k, v in whole.items() if k != "quantization_config"}
         self.section = _section(path, whole)
         self.method = str(self.section.get("quant_method"))
+        self.has_kv_scales = False
         refuse_code(path, self.config)
         check_family(self.config, str(path))
         require_tokenizer(path)
@@ -69,11 +71,7 @@ class QuantizedSource(HFSource):
     def _schemes(self) -> dict[str, Scheme]:
         shapes = self.module_shapes
         if self.method == "compressed-tensors":
-            if parse_kv_scheme(self.section) is not None:
-                raise SourceError(
-                    f"{self.path}: an fp8 KV cache with stored scales is not converted yet; "
-                    "quantize the original checkpoint with `kv_cache: fp8`"
-                )
+            self.has_kv_scales = parse_kv_scheme(self.section) is not None
             modules = [m for m in shapes if not (self.skeleton.is_tied and m == "lm_head")]
             return {**dict.fromkeys(shapes, DENSE),
                     **parse_quantization_config(self.section, modules)}  # fmt: skip
@@ -98,6 +96,12 @@ class QuantizedSource(HFSource):
                     f"{self.path}: tensor {module}.{missing[0]} is missing; fetch the model again"
                 )
             used |= {f"{module}.{leaf}" for leaf in (*parts, "g_idx")}
+        for index in range(self.num_layers if self.has_kv_scales else 0):
+            used.update(scale_names(self.layer_prefix(index)))
+        lost = used - set(self._reader.names)
+        lost = {name for name in lost if name.endswith(("k_scale", "v_scale"))}
+        if lost:
+            raise IntegrityError(f"{self.path}: tensor {min(lost)} is missing; fetch it again")
         left = [name for name in self._reader.names if name not in used]
         known = self.skeleton.parameter_shapes
         empty = [n for n in left if self._is_empty_bias(n)]
@@ -144,6 +148,16 @@ class QuantizedSource(HFSource):
         if not bool((torch.isfinite(qw.scale) & (qw.scale > 0)).all()):
             raise IntegrityError(f"{self.path}: {module}: scales hold NaN, Inf or values <= 0")
         return qw
+
+    def kv_scales(self, layer: int) -> dict[str, Tensor]:
+        """The stored scales, [1] each, of a layer's fp8 KV cache; {} without one."""
+        if not self.has_kv_scales:
+            return {}
+        found = {n: self._reader.tensor(n) for n in scale_names(self.layer_prefix(layer))}
+        for name, scale in found.items():
+            if scale.numel() != 1 or not 0 < float(scale) < float("inf"):
+                raise IntegrityError(f"{self.path}: {name} is not one positive number")
+        return {name: scale.reshape(1) for name, scale in found.items()}
 
     def _read(self, module: str, stored: dict[str, Tensor], scheme: Scheme) -> QuantizedWeight:
         if self.method == "compressed-tensors":
@@ -217,6 +231,19 @@ def _section(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{path}: quant_method is {section.get('quant_method')!r}; gptq, awq and "
             "compressed-tensors can be converted"
         )
+    is_dialect = section["quant_method"] == "compressed-tensors"
+    return _as_written_now(section) if is_dialect else section
+
+
+def _as_written_now(section: dict[str, Any]) -> dict[str, Any]:
+    """Older versions write the format once for all groups, and that nothing is sparse at length."""
+    groups, fmt = section.get("config_groups"), section.get("format")
+    if isinstance(groups, dict) and all(isinstance(group, dict) for group in groups.values()):
+        filled = {n: {**g, "format": g.get("format") or fmt} for n, g in groups.items()}
+        section = {**section, "config_groups": filled}
+    sparsity = section.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format") == "dense":
+        section = {**section, "sparsity_config": {}}
     return section
 
 

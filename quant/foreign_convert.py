@@ -44,7 +44,8 @@ def foreign_plan(dense: Plan, source: QuantizedSource) -> Plan:
         for row in dense.rows
     )
     check_fused(rows)
-    return replace(dense, rows=rows, warnings=())
+    kv_cache = "fp8" if source.has_kv_scales else "none"
+    return replace(dense, rows=rows, warnings=(), kv_cache=kv_cache)
 
 
 def convert(
@@ -108,6 +109,8 @@ def _read(
             module=row.module, shape=row.shape, scheme=row.scheme.label, method="none",
             bytes=sum(part.nbytes for part in parts.values()), note=row.note,
         )  # fmt: skip
+    if layer is not None:
+        tensors.update(source.kv_scales(layer))
     done = {f"{row.module}.weight" for row in job.plan.layer_rows(layer)}
     tensors.update({name: source.tensor(name) for name in names if name not in done})
     return tensors, results

@@ -254,6 +254,7 @@ def test_quantizing_them_stays_refused(tiny_model: Callable[..., Path], tmp_path
         {"scheme": "w4a16", "group_size": 32, "symmetric": False},
         {"scheme": "w8a8"},
         {"scheme": "fp8"},
+        {"scheme": "w4a16", "group_size": 32, "method": "gptq", "kv_cache": "fp8"},
     ],
 )
 def test_compressed_tensors_of_others(
@@ -265,5 +266,28 @@ def test_compressed_tensors_of_others(
     model = shutil.copytree(made, tmp_path / "model")
     for name in ("artifact.json", "recipe.yaml", "report.json", "report.md", "README.md"):
         (model / name).unlink()
+    section = json.loads((model / "config.json").read_text())["quantization_config"]
+    for group in section["config_groups"].values():  # as releases before 0.12 wrote it
+        del group["format"]
+    section["sparsity_config"] = {"format": "dense", "global_sparsity": 0.1, "targets": []}
+    set_config(model, quantization_config=section)
     path = converted(model, tmp_path / "art")
+    assert open_artifact(path).kv_scales(0) == open_artifact(made).kv_scales(0)
     assert open_artifact(path).tensor_digests() == open_artifact(made).tensor_digests()
+
+
+@pytest.mark.parametrize("leaf", ["self_attn.k_scale", "mlp.up_proj.weight_scale"])
+def test_a_missing_scale_of_compressed_tensors_is_named(
+    tiny_model: Callable[..., Path], artifact: Callable[..., Path], tmp_path: Path, leaf: str
+) -> None:
+    made = artifact(tiny_model(), scheme="w4a16", group_size=32, method="gptq", kv_cache="fp8")
+    model = shutil.copytree(made, tmp_path / "model")
+    (model / "artifact.json").unlink()
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    name = f"model.layers.1.{leaf}"
+    shard = model / index["weight_map"].pop(name)
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    tensors = {key: value for key, value in load_file(shard).items() if key != name}
+    save_file(tensors, shard)
+    with pytest.raises(IntegrityError, match=leaf):
+        converted(model, tmp_path / "art")
