@@ -31,6 +31,7 @@ from quant.plan import Plan, make_plan
 from quant.plan_table import size
 from quant.recipe import CalibrationSettings, Recipe
 from quant.report import RunReport, report_json, write_reports
+from quant.report_html import html_files
 from quant.report_render import model_card, report_markdown
 from quant.rounded_weights import rounded_weights_warning
 from quant.source import open_source
@@ -180,6 +181,7 @@ def carry_out(
         "report.json": report_json(report),
         "report.md": report_markdown(report),
         "README.md": model_card(report, job.recipe.text),
+        **html_files(report),
     }
     write_reports(files, Path(report.artifact))
     return report

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from quant.artifact.errors import ArtifactError
+from quant.cli_report import report_command
 from quant.cli_sample import HELP as SAMPLE_HELP
 from quant.cli_sample import sample_command
 from quant.errors import QuantError
@@ -277,6 +278,9 @@ def verify_command(artifact: ArtifactDir) -> None:
     out_console.print(f"{artifact}: every byte is as it was sealed", markup=False)
 
 
+app.command("report")(report_command)
+
+
 def _changes(
     samples: int | None,
     max_tokens: int | None,
@@ -410,7 +414,14 @@ def _carry_out(job: Job, *, overwrite: bool, resume: bool) -> None:
 
 
 def _next_steps(out: Path) -> str:
-    return f"\nreport    {out}/report.md\nnext      evaluate {out}\n          runtime serve {out}"
+    from quant.report_html import HTML_NAME, how_to_install, missing_libraries
+
+    missing = missing_libraries()
+    page = how_to_install(missing) if missing else f"{out}/{HTML_NAME}"
+    return (
+        f"\nreport    {out}/report.md\n          {page}\n"
+        f"next      evaluate {out}\n          runtime serve {out}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,7 +9,8 @@ layouts, but no files: tensors come in and go out by checkpoint name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from quant.artifact.scheme import ActivationScheme, Scheme
 from quant.capture import InputStatistics, Stream, collect_inputs
 from quant.methods.gptq import GPTQInfo, GPTQSettings, gptq, relative_output_error
 from quant.methods.rtn import rtn
+from quant.outliers import input_outliers, weight_outliers
 from quant.plan import PlanRow
 from quant.report import ModuleResult
 
@@ -119,7 +121,12 @@ def _quantize_group(
     sizes = [row.shape[0] for row in group]
     parts = zip(group, _split(whole, sizes), torch.split(stacked, sizes), strict=True)
     return {
-        row.module: ModuleOutcome(weight=part, result=_result(row, part, original, hessian, info))
+        row.module: ModuleOutcome(
+            weight=part,
+            result=replace(
+                _result(row, part, original, hessian, info), **_seen(row, original, statistics)
+            ),
+        )
         for row, part, original in parts
     }
 
@@ -162,6 +169,15 @@ def _result(
         dead_columns=info.dead_columns if info else 0,
         note=row.note,
     )
+
+
+def _seen(row: PlanRow, original: Tensor, statistics: InputStatistics | None) -> dict[str, Any]:
+    """Fields of the report that tell how hard the module is, whatever the method."""
+    assert row.scheme.weights is not None
+    found: dict[str, Any] = {"weight_outliers": weight_outliers(original, row.scheme.weights)}
+    if statistics is not None:
+        found["input_outliers"] = input_outliers(statistics.absmax, statistics.mean_square)
+    return found
 
 
 def _weight_error(weight: QuantizedWeight, original: Tensor) -> float:

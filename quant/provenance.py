@@ -196,6 +196,10 @@ def finish(
         coverage=None if calibration is None else calibration.coverage,
         warnings=plan.warnings,
         tools=tools(device),
+        recipe_text=recipe.text,
+        overrides=recipe.cli_overrides,
+        source_digest=source.digest,
+        calibration_digest="" if calibration is None else calibration.digest,
     )
 
 
@@ -224,7 +228,4 @@ def store_results(writer: ArtifactWriter, shard: int, results: Mapping[str, Modu
 def read_results(writer: ArtifactWriter, shard: int) -> dict[str, ModuleResult]:
     """The results that `store_results` kept."""
     data = json.loads(journal_path(writer, shard).read_text(encoding="utf-8"))
-    return {
-        name: ModuleResult(**{**fields, "shape": tuple(fields["shape"])})
-        for name, fields in data.items()
-    }
+    return {name: ModuleResult.from_json(fields) for name, fields in data.items()}

@@ -1,6 +1,7 @@
 """What a run did: RunReport, and the files made of it beside the artifact.
 
-`report.json` (versioned, for programs), `report.md` (for people) and `README.md` (the model card).
+`report.json` (versioned, for programs), `report.html` and `report.md` (for people) and `README.md`
+(the model card).
 They hold timings and memory, so they stay outside the artifact's digest. Knows no tensors.
 """
 
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from quant.coverage import Coverage
 from quant.errors import PipelineError
 
-REPORT_VERSION = "1.0"
+REPORT_VERSION = "1.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class ModuleResult:
     fallback: why the planned method could not be used. dead_columns: inputs that were always 0.
     tokens_seen: of an expert, calibration tokens that the router sent it; is_starved: too few for
     statistics of its own, so that the layer's were mixed in.
+    weight_outliers: median, 99th percentile, maximum of max|w| / rms(w) over the groups that share
+    a scale. input_outliers: (channel, absmax / rms of the input) of the worst channels.
     """
 
     module: str
@@ -45,6 +48,30 @@ class ModuleResult:
     note: str = ""
     tokens_seen: int | None = None
     is_starved: bool = False
+    weight_outliers: tuple[float, float, float] | None = None
+    input_outliers: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModuleResult:
+        """What `asdict` and JSON made of one."""
+        return cls(**{key: _tuples(value) for key, value in data.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(part) for part in value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityRow:
+    """What one group of modules would lose in one scheme: `loss` (nats of KL, or its estimate).
+
+    `chosen` marks the scheme the group was given.
+    """
+
+    group: str
+    scheme: str
+    loss: float
+    chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +81,9 @@ class RunReport:
     unpacked_bytes: what a GGUF source's weights take as floats, else None.
     peak_memory_bytes: largest resident size of the process. resumed_layers: taken over from an
     earlier, interrupted run. adapter: name of the LoRA adapter that was merged first.
-    tools: library name -> version.
+    tools: library name -> version. recipe_text: the recipe, verbatim;
+    overrides: its keys that were replaced. source_digest, calibration_digest: what it was made of.
+    sensitivity: measured by mixed precision, else empty.
     """
 
     model: str
@@ -76,6 +105,11 @@ class RunReport:
     coverage: Coverage | None = None
     warnings: tuple[str, ...] = ()
     tools: Mapping[str, str] = field(default_factory=dict)
+    recipe_text: str = ""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    source_digest: str = ""
+    calibration_digest: str = ""
+    sensitivity: tuple[SensitivityRow, ...] = ()
 
     @property
     def total_seconds(self) -> float:

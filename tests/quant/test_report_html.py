@@ -1,0 +1,168 @@
+"""report.html: one file, from report.json alone, whatever the model and the texts are called."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from quant import report_html as page
+from quant.artifact.artifact import open_artifact, verify
+from quant.artifact.scheme import WeightScheme
+from quant.calibration import windows_from_token_lists
+from quant.errors import PipelineError
+from quant.outliers import input_outliers, weight_outliers
+from quant.report import ModuleResult, RunReport, SensitivityRow
+
+EVIL = "<script>alert(1)</script>\"'&$x^2$\x1b"
+
+
+def make_report(layers: int = 4, name: str = "tiny") -> RunReport:
+    modules = tuple(
+        ModuleResult(
+            module=f"model.layers.{i}.{leaf}", shape=(64, 64), scheme="w4a16-g32", method="gptq",
+            bytes=2400, rel_error=0.1, damping=1.0 if i == 3 else 0.1, tokens_seen=96,
+            fallback=f"not possible: {name}" if i == 1 else None, dead_columns=int(i == 2),
+            weight_outliers=(2.0, 3.0, 4.0), input_outliers=((5, 30.0), (6, 8.0)),
+        )
+        for i in range(layers)
+        for leaf in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj",
+                     "mlp.gate_proj", "self_attn.k_proj", "self_attn.v_proj")
+    )  # fmt: skip
+    return RunReport(
+        model=name, architecture=name, recipe=name, artifact="out/art", artifact_digest="ab" * 32,
+        dtype="bfloat16", source_bytes=4_000_000, artifact_bytes=1_250_000, modules=modules,
+        seconds={"layers": 63.0, name: 3.0}, peak_memory_bytes=1_500_000_000,
+        coverage=windows_from_token_lists([[1, 2, 3]] * 3).coverage, warnings=(name,),
+        recipe_text=f"scheme: w4a16 # {name}\n", overrides={"seed": name}, tools={name: name},
+        sensitivity=(
+            SensitivityRow(group=name, scheme="w4a16", loss=0.01, chosen=True),
+            SensitivityRow(group=name, scheme=name, loss=0.001),
+        ),
+    )  # fmt: skip
+
+
+def html_of(report: RunReport) -> str:
+    pytest.importorskip("matplotlib")
+    return page.html_files(report)["report.html"]
+
+
+class Tags(HTMLParser):
+    """Every tag and every attribute of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += [(key, value or "") for key, value in attrs]
+
+
+def test_the_page_says_what_happened() -> None:
+    text = re.sub(r"\s+", " ", html_of(make_report()))
+    for part in (
+        "tiny (tiny) prepared with the recipe tiny: 4 MB became 1.25 MB, 4.69 bits per weight",
+        "evaluate art",
+        "fell back to gptq: not possible: tiny",
+        "damping raised to 1 because",
+        "1 inputs were always 0",
+        "5 (30.0)",
+        "3 samples, 9 tokens from 3 of 3 rows",
+        "ab" * 32,
+    ):
+        assert part in text, part
+    assert text.count("<svg") == 7
+
+
+def test_the_page_is_one_file_and_trusts_no_name() -> None:
+    text = html_of(make_report(name=EVIL))
+    tags = Tags()
+    tags.feed(text)
+    assert "script" not in tags.tags
+    assert "link" not in tags.tags
+    for key, value in tags.attributes:
+        assert not key.startswith("on")
+        if key in ("href", "src", "xlink:href"):
+            assert value.startswith(("#", "data:image/png;base64,"))
+    ids = [value for key, value in tags.attributes if key == "id"]
+    assert len(ids) == len(set(ids))
+    assert "&lt;script&gt;" in text
+    assert "\x1b" not in text
+
+
+def test_eighty_layers_are_quick_and_small() -> None:
+    html_of(make_report())
+    report = make_report(80)
+    began = time.process_time()
+    text = html_of(report)
+    assert len(text) < 2_000_000
+    assert time.process_time() - began < 10
+
+
+def test_a_lean_install_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "_NEEDED", ("jinja2", "no_such_library"))
+    assert page.html_files(make_report()) == {}
+    assert "no_such_library (pip install" in page.how_to_install(page.missing_libraries())
+    with pytest.raises(PipelineError, match="no_such_library"):
+        page.rerender(Path("art"))
+
+
+def test_an_artifact_has_its_page_and_it_can_be_made_anew(
+    tiny_model: Callable[..., Path], artifact: Callable[..., Path]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = artifact(tiny_model("llama"), scheme="w4a16", group_size=32, method="gptq")
+    made = (path / "report.html").read_text()
+    first = json.loads((path / "report.json").read_text())["modules"][0]
+    assert len(first["input_outliers"]) == 3
+    (path / "report.html").unlink()
+    digest = open_artifact(path).digest
+    assert page.rerender(path).read_text() == made
+    assert open_artifact(path).digest == digest
+    assert verify(path) == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"report_version": "9.0"}'])
+def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(PipelineError, match=r"report\.json"):
+        page.read_report(tmp_path / "report.json")
+
+
+def test_a_report_of_the_older_version_is_shown() -> None:
+    pytest.importorskip("matplotlib")
+    data = json.loads(json.dumps(make_report().to_json()))
+    for key in page._SINCE_1_1:
+        del data[key]
+    for module in data["modules"]:
+        for key in page._MODULE_SINCE_1_1:
+            del module[key]
+    data["report_version"] = "1.0"
+    assert "Activations were not looked at" in page.report_html(data)
+
+
+def test_results_survive_the_journal() -> None:
+    for module in make_report().modules:
+        assert ModuleResult.from_json(json.loads(json.dumps(asdict(module)))) == module
+
+
+def test_outliers_by_hand() -> None:
+    scheme = WeightScheme(num_bits=4, kind="int", symmetric=True, strategy="group", group_size=32)
+    weight = torch.zeros(3, 32)
+    weight[0] = 1.0
+    weight[1, 4] = 2.0
+    middle, high, most = weight_outliers(weight, scheme)
+    assert (middle, high, most) == pytest.approx((1.0, 32**0.5, 32**0.5))
+    assert weight_outliers(torch.zeros(2, 32), scheme) == (0.0, 0.0, 0.0)
+    found = input_outliers(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 7.0]))
+    assert found == ((1, 2.0), (0, 0.5))
+    assert input_outliers(torch.zeros(2), torch.zeros(2)) == ()
