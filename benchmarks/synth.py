@@ -29,7 +29,6 @@ from quant.artifact.artifact import Artifact
 from quant.artifact.errors import ArtifactError
 from quant.artifact.layout import to_tensors
 from quant.artifact.manifest import (
-    KVRecord,
     Manifest,
     ModuleRecord,
     RecipeRecord,
@@ -41,6 +40,7 @@ from quant.artifact.writer import ArtifactWriter
 from quant.errors import QuantError, RecipeError
 from quant.methods.rtn import rtn
 from quant.plan import Plan, PlanRow, make_plan
+from quant.provenance import kv_record
 from quant.random_model import EMBEDDING, PREFIX, SHAPES, RandomModel
 from quant.recipe import Recipe
 
@@ -141,7 +141,7 @@ def _manifest(job: Job) -> Manifest:
         dtype=plan.dtype,
         schemes=scheme_tables(plan.schemes()),
         modules={row.module: _record(row, plan) for row in plan.rows},
-        kv_cache=KVRecord(modules=attention) if plan.kv_cache == "fp8" else None,
+        kv_cache=kv_record(plan.kv_cache, attention),
         source=SourceRecord(
             path=job.model.name, kind="hf", digest=job.model.digest, dtype="bfloat16"
         ),
@@ -179,8 +179,10 @@ def shard_tensors(job: Job, index: int) -> dict[str, Tensor]:
     for name in job.model.shapes:
         if name.startswith(prefix if index else "model.layers.") == bool(index):
             stored |= _stored(job, name, rows.get(name.removesuffix(".weight")))
-    if index and job.plan.kv_cache == "fp8":
+    if index and job.plan.kv_cache != "none":
         scale = torch.tensor([_KV_SCALE], dtype=DTYPES[job.plan.dtype])
+        if job.plan.kv_cache == "fp8-head":
+            scale = scale.repeat(job.model.config["num_key_value_heads"])[:, None, None]
         stored |= {f"{prefix}self_attn.{leaf}": scale for leaf in ("k_scale", "v_scale")}
     return stored
 

@@ -220,9 +220,10 @@ def collect_kv(
     reader: nn.Module,
     stream: Stream,
     run: Callable[[Tensor, Tensor], object],
-) -> tuple[float, float]:
-    """Largest |k| (after rope) and |v| over all valid tokens; `reader` follows the attention."""
-    largest = [0.0, 0.0]
+) -> tuple[Tensor, Tensor]:
+    """Largest |k| (after rope) and |v| of each KV head, [kv heads] float32 on the CPU, over all
+    valid tokens; `reader` follows the attention."""
+    largest: list[Tensor] = []
     for batch, hidden in stream:
         seen: list[tuple[Tensor, Tensor]] = []
 
@@ -233,9 +234,10 @@ def collect_kv(
         with tapped(attention, tap):
             first_input(reader, partial(run, hidden, batch.mask))
         valid = batch.mask.to(seen[0][0].device)
-        for i, states in enumerate(seen[0]):
-            largest[i] = max(largest[i], float(states.transpose(1, 2)[valid].abs().max()))
-    return largest[0], largest[1]
+        tops = [s.transpose(1, 2)[valid].abs().amax((0, 2)).float().cpu() for s in seen[0]]
+        largest = [torch.maximum(a, b) for a, b in zip(largest or tops, tops, strict=True)]
+    key, value = largest
+    return key, value
 
 
 @contextmanager

@@ -12,11 +12,11 @@ import json
 import platform
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors
 import torch
@@ -101,7 +101,7 @@ def make_manifest(
         dtype=plan.dtype,
         schemes=scheme_tables(plan.schemes()),
         modules={row.module: _module_record(results[row.module], plan) for row in plan.rows},
-        kv_cache=KVRecord(modules=tuple(attention)) if plan.kv_cache == "fp8" else None,
+        kv_cache=kv_record(plan.kv_cache, attention),
         source=SourceRecord(
             path=source.name,
             kind=source.kind,
@@ -229,3 +229,11 @@ def read_results(writer: ArtifactWriter, shard: int) -> dict[str, ModuleResult]:
     """The results that `store_results` kept."""
     data = json.loads(journal_path(writer, shard).read_text(encoding="utf-8"))
     return {name: ModuleResult.from_json(fields) for name, fields in data.items()}
+
+
+def kv_record(kv_cache: str, attention: Iterable[str]) -> KVRecord | None:
+    """The manifest's entry for the recipe's `kv_cache:` and the attention modules in order."""
+    if kv_cache == "none":
+        return None
+    strategy: Literal["tensor", "attn_head"] = "attn_head" if kv_cache == "fp8-head" else "tensor"
+    return KVRecord(strategy=strategy, modules=tuple(attention))

@@ -131,7 +131,7 @@ class Recipe(_Section):
     lm_head: HeadSchemeName | None = None
     skip: tuple[StrictStr, ...] = (HEAD,)
     overrides: tuple[OverrideRule, ...] = ()
-    kv_cache: Literal["none", "fp8"] = "none"
+    kv_cache: Literal["none", "fp8", "fp8-head"] = "none"
     gptq: GPTQSettings = GPTQSettings()
     calibration: CalibrationSettings = CalibrationSettings()
     model: StrictStr | None = None

@@ -169,7 +169,8 @@ def artifact(
             folder = tmp_path_factory.mktemp("artifact")
             file = folder / "recipe.yaml"
             file.write_text(json.dumps(settings))
-            calib = calibration_file if method == "gptq" else None
+            needs_text = method == "gptq" or recipe.get("kv_cache", "none") != "none"
+            calib = calibration_file if needs_text else None
             made[key] = quantize(str(model), file, calib=calib, out=folder / "art")
         return made[key]
 

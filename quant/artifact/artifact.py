@@ -81,15 +81,16 @@ class Artifact:
             raise IntegrityError(f"{self.path}: {module}.weight_scale has NaN, Inf or values <= 0")
         return qw
 
-    def kv_scales(self, layer: int) -> tuple[float, float] | None:
-        """(k_scale, v_scale) of the layer's fp8 KV cache, None when the artifact has none."""
+    def kv_scales(self, layer: int) -> tuple[float, float] | Tensor | None:
+        """The scales of the layer's fp8 KV cache: (k, v), or float32 [2, kv heads] where each head
+        has its own; None when the artifact has none."""
         kv = self.manifest.kv_cache
         if kv is None:
             return None
         if not 0 <= layer < len(kv.modules):
             raise IntegrityError(f"{self.path}: no KV scales for layer {layer}")
         k, v = (self._kv_scale(f"{kv.modules[layer]}.{leaf}") for leaf in ("k_scale", "v_scale"))
-        return k, v
+        return (float(k), float(v)) if kv.strategy == "tensor" else torch.stack((k, v))
 
     def tensor_digests(self) -> dict[str, str]:
         """sha256, in hex, of the raw bytes of each tensor, as sealed."""
@@ -106,11 +107,13 @@ class Artifact:
             raise IntegrityError(f"{self.path} has no module {module}")
         return self.manifest.modules[module]
 
-    def _kv_scale(self, name: str) -> float:
-        scale = float(self.reader.tensor(name))
-        if not 0 < scale < float("inf"):
-            raise IntegrityError(f"{self.path}: {name} is {scale}, expected a positive number")
-        return scale
+    def _kv_scale(self, name: str) -> Tensor:
+        """The scales, float32 [n]."""
+        scales = self.reader.tensor(name).float().flatten()
+        for scale in scales.tolist():
+            if not 0 < scale < float("inf"):
+                raise IntegrityError(f"{self.path}: {name} is {scale}, expected a positive number")
+        return scales
 
 
 def open_artifact(path: Path, *, verify: Literal["full", "fast"] = "fast") -> Artifact:

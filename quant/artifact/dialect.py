@@ -148,7 +148,7 @@ class _Args(_Strict):
     num_bits: int
     type: Literal["int", "float"]
     symmetric: bool = True
-    strategy: Literal["group", "channel", "token", "tensor"]
+    strategy: Literal["group", "channel", "token", "tensor", "attn_head"]
     group_size: int | None = None
     dynamic: bool = False
     # Harmless: what the quantizer did, not what the bits mean.
@@ -227,17 +227,17 @@ def _check_all_match(targets: Mapping[str, str], names: Sequence[str]) -> None:
 
 
 def parse_kv_scheme(config: Mapping[str, Any]) -> KVScheme | None:
-    """The KV cache scheme of a `quantization_config`; SchemeError unless fp8 per tensor."""
+    """The KV cache scheme of a `quantization_config`; SchemeError unless static fp8."""
     kv = _validate(config).kv_cache_scheme
     if kv is None:
         return None
-    found = (kv.num_bits, kv.type, kv.strategy, kv.symmetric, kv.dynamic)
-    if found != (8, "float", "tensor", True, False):
+    found = (kv.num_bits, kv.type, kv.symmetric, kv.dynamic)
+    if found != (8, "float", True, False) or kv.strategy not in ("tensor", "attn_head"):
         raise SchemeError(
             "quantization_config.kv_cache_scheme: only fp8 (8-bit float, symmetric, static, one "
-            "scale per tensor) is supported"
+            "scale per tensor or per attn_head) is supported"
         )
-    return KVScheme()
+    return KVScheme(strategy="tensor" if kv.strategy == "tensor" else "attn_head")
 
 
 def _validate(config: Mapping[str, Any]) -> _Config:

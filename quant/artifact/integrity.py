@@ -175,8 +175,18 @@ def check_modules(manifest: Manifest) -> Iterator[Problem]:
             message = f"is tied to {record.tied_to}, yet {module}.weight is stored"
             yield Problem(subject=module, message=message, error=ManifestError)
     for module in manifest.kv_cache.modules if manifest.kv_cache else ():
+        shape = _kv_scale_shape(manifest)
         for leaf in ("k_scale", "v_scale"):
-            yield from _check_one(manifest.tensors, f"{module}.{leaf}", (1,), _FLOATS)
+            yield from _check_one(manifest.tensors, f"{module}.{leaf}", shape, _FLOATS)
+
+
+def _kv_scale_shape(manifest: Manifest) -> tuple[int, ...]:
+    """[1], or [kv heads, 1, 1]: as many heads as the first layer has scales."""
+    assert manifest.kv_cache is not None
+    if manifest.kv_cache.strategy == "tensor":
+        return (1,)
+    first = manifest.tensors.get(f"{manifest.kv_cache.modules[0]}.k_scale")
+    return (first.shape[0] if first is not None and first.shape else 1, 1, 1)
 
 
 def _check_one(
@@ -208,7 +218,7 @@ def check_config(config: Mapping[str, Any], manifest: Manifest) -> Iterator[Prob
             other = found[module].label if module in found else "dense"
             message = f"{CONFIG_NAME} says {other}, {MANIFEST_NAME} says {scheme.label}"
             yield Problem(subject=module, message=message, error=ManifestError)
-    if (kv is not None) != (manifest.kv_cache is not None):
+    if kv != (manifest.kv_cache.scheme() if manifest.kv_cache else None):
         message = f"kv_cache_scheme and kv_cache of {MANIFEST_NAME} disagree"
         yield Problem(subject=CONFIG_NAME, message=message, error=ManifestError)
     yield from _check_tied(config, manifest)

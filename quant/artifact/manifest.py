@@ -115,14 +115,15 @@ class ModuleRecord(_Record):
 
 
 class KVRecord(_Record):
-    """An fp8 KV cache: `<module>.k_scale` and `.v_scale`, shape [1], for each of `modules`.
+    """An fp8 KV cache: `<module>.k_scale` and `.v_scale` for each of `modules`, shape [1], or
+    [kv heads, 1, 1] by the strategy "attn_head".
 
     `modules` are the attention modules (`model.layers.0.self_attn`, ...) in layer order.
     """
 
     num_bits: Literal[8] = 8
     kind: Literal["float"] = "float"
-    strategy: Literal["tensor"] = "tensor"
+    strategy: Literal["tensor", "attn_head"] = "tensor"
     modules: tuple[str, ...] = Field(min_length=1)
 
     def scheme(self) -> KVScheme:

@@ -52,11 +52,12 @@ class ActivationScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVScheme:
-    """The KV cache in fp8 e4m3 with one stored scale per layer and tensor ("tensor")."""
+    """The KV cache in fp8 e4m3: one stored scale per layer for keys and one for values ("tensor"),
+    or one for each KV head ("attn_head")."""
 
     num_bits: int = 8
     kind: Literal["float"] = "float"
-    strategy: Literal["tensor"] = "tensor"
+    strategy: Literal["tensor", "attn_head"] = "tensor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from runtime.kernels.workspace import KernelOptions, Workspace
 from runtime.model.checkpoint import ArtifactLike, Checkpoint, WeightSource
 from runtime.model.decoder import Decoder, DecoderLayer, Norms
 from runtime.model.errors import UnsupportedModelError
+from runtime.model.kv_cache import KVScales
 from runtime.model.linear import Linear
 from runtime.model.spec import ModelSpec
 from runtime.model.tensor_stream import TensorStream
@@ -78,6 +79,7 @@ def load_decoder(
     spec, device = ModelSpec.from_config(artifact.config), torch.device(device)
     _check_head_dim(spec.head_dim, device, dtype)
     kv_scales = tuple(artifact.kv_scales(i) for i in range(spec.num_layers))
+    _check_kv_heads(kv_scales, spec.kv_heads)
     checkpoint = Checkpoint(spec, artifact)
     checkpoint.check()
     if options is None:
@@ -100,6 +102,15 @@ def load_decoder(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was on its way has other sizes than what will be needed
     return decoder
+
+
+def _check_kv_heads(scales: tuple[KVScales | None, ...], kv_heads: int) -> None:
+    found = {len(scale[0]) for scale in scales if isinstance(scale, Tensor)}
+    if found - {kv_heads}:
+        raise IntegrityError(
+            f"the artifact has KV scales for {sorted(found)} heads of a layer, config.json gives "
+            f"its layers {kv_heads} KV heads"
+        )
 
 
 def _check_head_dim(size: int, device: torch.device, dtype: torch.dtype) -> None:
