@@ -74,7 +74,15 @@ CANDIDATES = {
         scheme="w8a16", method="rtn", recipe="scheme: w8a16\ngroup_size: channel\nmethod: rtn"
     ),
     "fp8": Candidate(scheme="fp8", method="rtn", recipe="scheme: fp8\nmethod: rtn"),
+    "gptq-fp8": Candidate(scheme="fp8", method="gptq", recipe="scheme: fp8\nmethod: gptq"),
 }
+for _name in ("w8a8", "gptq-w8a8", "fp8", "gptq-fp8", "gptq-w4-sym-g64", "gptq-w4-asym-g64"):
+    _plain = CANDIDATES[_name]
+    CANDIDATES[f"smooth-{_name}"] = Candidate(
+        scheme=_plain.scheme,
+        method=f"smooth+{_plain.method}",
+        recipe=f"{_plain.recipe}\nsmoothing: search",
+    )
 UNITS = {"kl_mean": "nats", "kl_p99": "nats", "ppl_ratio": "ratio", "top1": "fraction"}
 
 
@@ -138,6 +146,9 @@ def load_reference(source: Source, device: str) -> nn.Module:
 def make_candidate(reference: nn.Module, artifact: Artifact) -> nn.Module:
     """A copy of the reference that computes with what the artifact stores."""
     model = copy.deepcopy(reference)
+    for name, parameter in model.named_parameters():
+        if name in artifact.manifest.tensors:
+            parameter.data = artifact.reader.tensor(name).to(parameter.device, torch.float32)
     for name, scheme in artifact.schemes().items():
         linear, weight = model.get_submodule(name), artifact.weight(name)
         if not isinstance(weight, QuantizedWeight):

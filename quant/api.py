@@ -230,7 +230,11 @@ def find_input(name: PathLike, kind: Kind, error: type[QuantError]) -> Path:
 
 
 def _way_around(recipe: Recipe) -> str:
-    return "use --method rtn" if recipe.kv_cache == "none" else "set `kv_cache: none`"
+    if recipe.kv_cache != "none":
+        return "set `kv_cache: none`"
+    if recipe.smoothing == "none":
+        return "use --method rtn"
+    return "use --smoothing none" + (" --method rtn" if recipe.uses_gptq else "")
 
 
 def _partial(out: Path) -> Path:

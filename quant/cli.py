@@ -100,6 +100,11 @@ Method = Annotated[
     typer.Option(metavar="none|rtn|gptq", help="How codes are chosen.",
                  rich_help_panel="Over the recipe"),
 ]  # fmt: skip
+Smoothing = Annotated[
+    str | None,
+    typer.Option(metavar="none|search", help="Scales folded into norms, so that inputs round well.",
+                 rich_help_panel="Over the recipe"),
+]  # fmt: skip
 DType = Annotated[
     str | None,
     typer.Option("--dtype", metavar="auto|float32|float16|bfloat16",
@@ -169,6 +174,7 @@ def quantize_command(
     seed: Seed = None,
     group_size: GroupSize = None,
     method: Method = None,
+    smoothing: Smoothing = None,
     dtype: DType = None,
     adapter: AdapterDir = None,
     show_version: Annotated[
@@ -186,7 +192,7 @@ def quantize_command(
             typer.echo(context.get_help())
             raise typer.Exit
         raise USAGE_ERROR("give --recipe FILE (shipped: w4a16.yaml, w8a8.yaml, fp8.yaml, ...)")
-    changes = _changes(samples, max_tokens, seed, group_size, method, dtype, adapter)
+    changes = _changes(samples, max_tokens, seed, group_size, method, smoothing, dtype, adapter)
     job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
     if not dry_run:
         _check_ready(job, overwrite=overwrite)
@@ -217,6 +223,7 @@ def plan_command(
     seed: Seed = None,
     group_size: GroupSize = None,
     method: Method = None,
+    smoothing: Smoothing = None,
     dtype: DType = None,
     adapter: AdapterDir = None,
 ) -> None:
@@ -224,7 +231,7 @@ def plan_command(
 
     With --calib the rows are read too, and what would be used of them is shown.
     """
-    changes = _changes(samples, max_tokens, seed, group_size, method, dtype, adapter)
+    changes = _changes(samples, max_tokens, seed, group_size, method, smoothing, dtype, adapter)
     job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
     _show_plan(job, every_module=every_module)
     _show_coverage(job)
@@ -247,7 +254,7 @@ def convert_command(
     A GPTQ, AWQ or compressed-tensors checkpoint of another tool keeps its codes, bit for bit.
     The runtime runs artifacts only; this is how a plain checkpoint or GGUF becomes one.
     """
-    changes = _changes(None, None, None, None, None, dtype, adapter)
+    changes = _changes(None, None, None, None, None, None, dtype, adapter)
     job = _prepare(model, "none.yaml", None, out, False, "cpu", None, changes, keep_codes=True)
     _check_ready(job, overwrite=overwrite)
     _carry_out(job, overwrite=overwrite, resume=not no_resume)
@@ -287,6 +294,7 @@ def _changes(
     seed: int | None,
     group_size: str | None,
     method: str | None,
+    smoothing: str | None,
     dtype: str | None,
     adapter: str | None,
 ) -> dict[str, Any]:
@@ -298,6 +306,7 @@ def _changes(
         "seed": seed,
         "group_size": size,
         "method": method,
+        "smoothing": smoothing,
         "dtype": dtype,
         "adapter": adapter,
     }

@@ -165,6 +165,8 @@ class Skeleton:
         self.compute_dtype = compute_dtype(config, device)
         self.is_tied = bool(hf_config.tie_word_embeddings)
         self.num_layers: int = hf_config.num_hidden_layers
+        heads: int = hf_config.num_attention_heads
+        self.head_dim: int = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
         self.parameter_shapes = {
             name: tuple(p.shape) for name, p in self._model.named_parameters(remove_duplicate=False)
         }

@@ -17,9 +17,9 @@ It does not know how a layer computes (`quant.modelling`), how codes are chosen 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from quant.capture import Batch, Stream, choose_home, make_batches, tapped
 from quant.checkpoint import Source
 from quant.errors import PipelineError, SourceError
 from quant.expert_job import quantize_experts
+from quant.folds import MAPPINGS
 from quant.kv_scales import choose_scales, fake_quantize_kv, scale_names
 from quant.layer_job import (
     MethodSettings,
@@ -49,6 +50,7 @@ from quant.plan import Plan
 from quant.provenance import finish, job_identity, read_results, stage_files, store_results
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
+from quant.smooth_layer import LayerTensors, SmoothSettings, smooth_layer
 
 PROBE_TEXTS = (
     "This Agreement shall be governed by the laws of the State of",
@@ -91,6 +93,7 @@ class Job:
     skeleton: Skeleton
     writer: ArtifactWriter
     settings: MethodSettings
+    smooth: SmoothSettings | None
     calibration: Stream | None
     probe: Stream
     results: dict[str, ModuleResult] = field(default_factory=dict)
@@ -201,6 +204,15 @@ def check_run(source: Source, plan: Plan, calibration: Calibration | None) -> No
     assert planned == set(source.module_shapes), "the plan was made for another model"
     if calibration is None and any(row.method == "gptq" for row in plan.rows):
         raise PipelineError("gptq needs calibration text; give --calib FILE, or use method rtn")
+    if plan.smoothing != "none" and plan.architecture not in MAPPINGS:
+        raise PipelineError(
+            f"smoothing does not know where scales fold in {plan.architecture} (it knows "
+            f"{', '.join(MAPPINGS)}); set `smoothing: none`"
+        )
+    if calibration is None and plan.smoothing != "none":
+        raise PipelineError(
+            "smoothing needs calibration text; give --calib FILE, or set `smoothing: none`"
+        )
 
 
 def start_job(
@@ -229,6 +241,7 @@ def start_job(
         stream.hidden = skeleton.embed(embedding, ids, stream.home)
     return Job(
         source=source, plan=plan, skeleton=skeleton, writer=writer, settings=settings,
+        smooth=None if plan.smoothing == "none" else SmoothSettings(**recipe.smooth.model_dump()),
         calibration=streams[1] if len(streams) > 1 else None, probe=streams[0],
     )  # fmt: skip
 
@@ -256,7 +269,7 @@ def check_ids(source: Source, streams: Sequence[Stream]) -> None:
 
 def needs_windows(plan: Plan) -> bool:
     """Whether calibration windows must flow through the layers at all."""
-    return plan.kv_cache != "none" or any(row.method == "gptq" for row in plan.rows)
+    return plan.needs_calibration
 
 
 def probe_ids(source: Source) -> list[list[int]]:
@@ -294,13 +307,14 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
         if not row.scheme.is_dense
     }
     experts = job.skeleton.experts_of(layer)
-    by_module = {name.removesuffix(".weight"): tensor for name, tensor in weights.items()}
-    stored, results = dict(dense), dense_results(job, index, dense)
 
     def run_layer(hidden: Tensor, mask: Tensor) -> Tensor:
         return job.skeleton.run_layer(index, layer, hidden, mask)
 
     windows = job.calibration or job.probe
+    notes = {} if job.smooth is None else smooth(job, index, layer, dense, weights, run_layer)
+    by_module = {name.removesuffix(".weight"): tensor for name, tensor in weights.items()}
+    stored, results = dict(dense), dense_results(job, index, dense)
     stages = job.skeleton.stages(index)
     for stage in stages:
         work = (
@@ -312,7 +326,7 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
         else:
             outcomes = quantize_stage(*work)
         for name, outcome in outcomes.items():
-            results[name] = outcome.result
+            results[name] = replace(outcome.result, smoothing=notes.get(name, ""))
             stored.update(stored_parts(name, outcome.weight))
         if job.plan.kv_cache != "none" and stage is stages[0]:
             scales = choose_scales(
@@ -321,6 +335,30 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
             )  # fmt: skip
             stored.update(zip(scale_names(prefix), scales, strict=True))
     return stored, results
+
+
+def smooth(
+    job: Job,
+    index: int,
+    layer: nn.Module,
+    dense: dict[str, Tensor],
+    weights: dict[str, Tensor],
+    run_layer: Callable[[Tensor, Tensor], Tensor],
+) -> dict[str, str]:
+    """Fold scales into a layer's tensors (changed, here and in the module); what was done, by
+    module."""
+    assert job.smooth is not None
+    prefix = job.skeleton.layer_prefix(index)
+    leaves = {name.removeprefix(prefix): tensor for name, tensor in {**dense, **weights}.items()}
+    schemes = {name.removeprefix(prefix): scheme for name, scheme in job.schemes(index).items()}
+    work = LayerTensors(layer=layer, tensors=leaves, schemes=schemes, dtype=job.settings.dtype)
+    notes = smooth_layer(
+        work, MAPPINGS.get(job.plan.architecture, ()), job.calibration or job.probe, run_layer,
+        job.skeleton.head_dim, job.smooth,
+    )  # fmt: skip
+    for group in (dense, weights):
+        group.update({name: work.tensors[name.removeprefix(prefix)] for name in group})
+    return {prefix + name: note for name, note in notes.items()}
 
 
 def _linear(layer: nn.Module, leaf: str) -> nn.Linear:

@@ -67,6 +67,7 @@ class Plan:
     is_tied: bool
     needs_calibration: bool
     kv_cache: str
+    smoothing: str = "none"
     overrides: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -122,8 +123,11 @@ def make_plan(
         hidden_size=int(text.get("hidden_size", 0)),
         vocab_size=int(text.get("vocab_size", 0)),
         is_tied=is_tied,
-        needs_calibration=recipe.kv_cache != "none" or any(r.method == "gptq" for r in rows),
+        needs_calibration=recipe.kv_cache != "none"
+        or recipe.smoothing != "none"
+        or any(r.method == "gptq" for r in rows),
         kv_cache=recipe.kv_cache,
+        smoothing=recipe.smoothing,
         overrides=tuple(rule.match for rule in recipe.overrides),
         warnings=tuple(_warnings(rows, recipe)),
     )

@@ -95,6 +95,13 @@ class GPTQSettings(_Section):
     scale_search: StrictBool = True
 
 
+class SmoothSettings(_Section):
+    """`smooth:`; tokens that scales are judged on, steps of refinement (0: the alpha grid only)."""
+
+    tokens: Annotated[StrictInt, Field(ge=16, le=65536)] = 512
+    refine_steps: Annotated[StrictInt, Field(ge=0, le=10000)] = 100
+
+
 class CalibrationSettings(_Section):
     """`calibration:`; samples counts windows, max_tokens and batch_tokens count tokens."""
 
@@ -132,6 +139,8 @@ class Recipe(_Section):
     skip: tuple[StrictStr, ...] = (HEAD,)
     overrides: tuple[OverrideRule, ...] = ()
     kv_cache: Literal["none", "fp8", "fp8-head"] = "none"
+    smoothing: Literal["none", "search"] = "none"
+    smooth: SmoothSettings = SmoothSettings()
     gptq: GPTQSettings = GPTQSettings()
     calibration: CalibrationSettings = CalibrationSettings()
     model: StrictStr | None = None
@@ -200,8 +209,12 @@ class Recipe(_Section):
     @property
     def needs_calibration(self) -> bool:
         """Whether a method or the KV cache scales must see activations."""
-        methods = {self.method, *(rule.method for rule in self.overrides)}
-        return "gptq" in methods or self.kv_cache != "none"
+        return self.uses_gptq or self.kv_cache != "none" or self.smoothing != "none"
+
+    @property
+    def uses_gptq(self) -> bool:
+        """Whether any module may get the gptq method."""
+        return "gptq" in {self.method, *(rule.method for rule in self.overrides)}
 
     def with_overrides(self, changes: Mapping[str, Any]) -> Recipe:
         """A new recipe with dotted keys (`calibration.samples`) replaced; None changes nothing."""
@@ -425,8 +438,6 @@ def _method_faults(
         yield at, f"found {method}, but a dense scheme has nothing to quantize; expected none"
     if not scheme.is_dense and method == "none":
         yield at, f"found none, but {scheme.label} needs a method; expected rtn or gptq"
-    if method == "gptq" and scheme.weights is not None and scheme.weights.kind == "float":
-        yield at, f"found gptq, which makes integer codes, with {scheme.label}; expected rtn"
 
 
 def _kind(value: Any) -> str:

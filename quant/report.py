@@ -33,6 +33,7 @@ class ModuleResult:
     statistics of its own, so that the layer's were mixed in.
     weight_outliers: median, 99th percentile, maximum of max|w| / rms(w) over the groups that share
     a scale. input_outliers: (channel, absmax / rms of the input) of the worst channels.
+    smoothing: what scale was folded into the module's input and what it did to the output error.
     """
 
     module: str
@@ -45,6 +46,7 @@ class ModuleResult:
     damping: float | None = None
     fallback: str | None = None
     dead_columns: int = 0
+    smoothing: str = ""
     note: str = ""
     tokens_seen: int | None = None
     is_starved: bool = False

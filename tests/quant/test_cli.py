@@ -167,7 +167,7 @@ def test_out_defaults_to_name_and_recipe(
 def test_calibration_that_is_not_needed_is_said(
     quantize: Run, small_run: tuple[object, ...]
 ) -> None:
-    code, out, _ = quantize("--recipe", "w8a8.yaml", *small_run[2:], "--dry-run")
+    code, out, _ = quantize("--recipe", "fp8.yaml", *small_run[2:], "--dry-run")
     assert code == 0
     assert "--calib is not used" in out
 
@@ -227,7 +227,7 @@ def test_outputs_that_cannot_be_made(
 ) -> None:
     for name in ("file", "a.txt"):
         (tmp_path / name).write_text("mine")
-    code, _, err = quantize("--recipe", "w8a8.yaml", "--model", tiny_model(), "--out", out)
+    code, _, err = quantize("--recipe", "fp8.yaml", "--model", tiny_model(), "--out", out)
     assert code == 2
     assert err.splitlines()[-1].startswith("error: ")
     assert {p.name for p in tmp_path.iterdir()} == {"file", "a.txt"}
@@ -238,7 +238,7 @@ def test_names_may_hold_anything(
 ) -> None:
     model = shutil.copytree(tiny_model(), tmp_path / "[/red] my model \u6a21\u578b")
     out = tmp_path / "[bold] out \u00fc"
-    code, text, err = quantize("--recipe", "w8a8.yaml", "--model", f"{model}/", "--out", out)
+    code, text, err = quantize("--recipe", "fp8.yaml", "--model", f"{model}/", "--out", out)
     assert code == 0, err
     assert "[/red] my model" in text
     assert "[bold] out" in text
@@ -325,7 +325,7 @@ def test_output_that_cannot_be_written_is_one_line(
 def test_names_that_are_not_utf8(
     quantize: Run, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    code, _, err = quantize("--recipe", "w8a8.yaml", "--model", tiny_model(), "--out", "o\udcff")
+    code, _, err = quantize("--recipe", "fp8.yaml", "--model", tiny_model(), "--out", "o\udcff")
     assert code == 2
     assert "error: --out " in err
     assert quantize("--recipe", "w8a8.yaml", "--model", "m\udcff")[0] == 2

@@ -74,7 +74,7 @@ def test_garbled_tokenizers_leave_nothing_behind(model_copy: Path, file: str, ra
     (model_copy / file).write_bytes(raw)
     out = model_copy.parent / "art"
     with pytest.raises(SourceError, match="the tokenizer cannot be loaded"):
-        quantize(model_copy, "w8a8.yaml", out=out)
+        quantize(model_copy, "fp8.yaml", out=out)
     assert [p.name for p in model_copy.parent.iterdir()] == ["model"]
 
 
@@ -112,7 +112,7 @@ def test_a_tokenizer_of_a_larger_model_is_refused(model_copy: Path, tmp_path: Pa
     tokenizer["added_tokens"].append(last)
     (model_copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(SourceError, match=r"makes the id 900, but the model has 300 embeddings"):
-        quantize(model_copy, "w8a8.yaml", out=tmp_path / "art")
+        quantize(model_copy, "fp8.yaml", out=tmp_path / "art")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
@@ -122,7 +122,7 @@ def test_further_chat_templates_are_kept(model_copy: Path, tmp_path: Path) -> No
     before = open_source(str(model_copy)).digest
     (folder / "tool_use.jinja").write_text("{{ messages }}")
     assert open_source(str(model_copy)).digest != before
-    art = quantize(model_copy, "w8a8.yaml", out=tmp_path / "art")
+    art = quantize(model_copy, "fp8.yaml", out=tmp_path / "art")
     assert (art / "additional_chat_templates/tool_use.jinja").read_text() == "{{ messages }}"
     assert verify(art) == []
 

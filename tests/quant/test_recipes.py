@@ -67,7 +67,7 @@ def test_every_recipe_plans_on_a_tiny_model(path: Path, layers: int) -> None:
         "mixed": {"w4a16-g64", "w8a16-g64", "w8a16-g32"} | ({"w4a16-g32"} if layers > 4 else set()),
     }
     assert labels == expected[path.stem]
-    assert plan.needs_calibration == (path.stem in ("w4a16", "mixed"))
+    assert plan.needs_calibration == (path.stem in ("w4a16", "w8a8", "mixed"))
 
 
 def test_mixed_keeps_the_sensitive_modules_at_eight_bits() -> None:

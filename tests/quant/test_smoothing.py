@@ -1,0 +1,280 @@
+"""Smoothing: folds are exact in every family, the search never loses, and what is stored computes
+what the run saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from quant.api import quantize
+from quant.artifact.artifact import open_artifact
+from quant.artifact.layout import fake_quantize_activations
+from quant.artifact.scheme import DENSE, preset
+from quant.calibration import windows_from_token_lists
+from quant.errors import PipelineError
+from quant.folds import MAPPINGS, column_channels, fold
+from quant.methods.smoothing import Reader, expected_error, refine, search_scale
+from quant.methods.smoothing import _noise_terms as noise_terms
+from quant.pipeline import run
+from quant.plan import make_plan
+from quant.recipe import Recipe
+from quant.report import RunReport
+from quant.source import open_source
+from tests.conftest import FAMILIES
+
+W8A8 = preset("w8a8")
+IDS = torch.arange(3, 51)[None]
+
+
+def windows() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 250, (40,), generator=generator).tolist() for _ in range(6)]
+
+
+def make(model: Path, out: Path, text: str, calibrated: bool = True) -> RunReport:
+    source, recipe = open_source(str(model)), Recipe.parse(text)
+    plan = make_plan(recipe, source.module_shapes, source.num_layers, source.config)
+    calibration = windows_from_token_lists(windows()) if calibrated else None
+    return run(source, plan, recipe, calibration, out)
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=IDS).logits.float()
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_each_fold_leaves_each_family_as_it_is(
+    tiny_model: Callable[..., Path], family: str, which: int, dtype: torch.dtype
+) -> None:
+    """transformers' own forward is the judge; qwen2 has biases, qwen3 and gemma3 q/k norms."""
+    extra = {"attention_bias": True} if family == "llama" else {}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(family, **extra), dtype=dtype)
+    model = model.float().eval()
+    mapping = MAPPINGS[type(model).__name__][which]
+    before = logits_of(model)
+    generator = torch.Generator().manual_seed(which)
+    for layer in model.model.layers:
+        tensors = dict(layer.state_dict())
+        channels, columns = (
+            tensors[f"{mapping.producer}.weight"].shape[0],
+            tensors[f"{mapping.readers[0]}.weight"].shape[1],
+        )
+        spread = column_channels(mapping, channels, columns, layer.self_attn.head_dim)
+        scale = torch.exp2(4 * torch.rand(channels, generator=generator) - 2)
+        folded = fold(mapping, tensors, scale, spread, dtype)
+        assert not torch.equal(folded.scale, torch.ones(channels))
+        layer.load_state_dict({**tensors, **folded.tensors}, strict=True)
+    moved = (logits_of(model) - before).abs().max() / before.abs().max()
+    assert moved < 2e-5
+
+
+def outliers(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs [256, 64] with three channels 60 times the others, and a weight [96, 64]."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(256, 64, generator=generator)
+    inputs[:, [3, 17, 40]] *= 60
+    weight = torch.randn(96, 64, generator=generator)
+    return inputs, weight
+
+
+def bursts() -> tuple[Tensor, Tensor]:
+    """Inputs whose channels differ in how rarely they are large: the largest says little."""
+    inputs, weight = outliers()
+    generator = torch.Generator().manual_seed(2)
+    rare = torch.rand(256, 64, generator=generator) < torch.linspace(0.002, 0.2, 64)
+    return torch.where(rare, 20 * inputs, inputs), weight
+
+
+def measured(inputs: Tensor, weight: Tensor, scale: Tensor) -> float:
+    """Relative output error of W8A8, from the formats' definition alone."""
+    step = (weight * scale).abs().amax(1, keepdim=True) / 127.5
+    step = step.bfloat16().float()
+    rounded = ((weight * scale) / step).clamp(-128, 127).round() * step
+    assert W8A8.activations is not None
+    seen = fake_quantize_activations(inputs / scale, W8A8.activations)
+    wanted = inputs @ weight.T
+    return float((seen @ rounded.T - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("steps", [0, 60])
+def test_planted_outliers_cost_less_by_a_factor_of_2_5(steps: int) -> None:
+    inputs, weight = outliers()
+    readers = [Reader(weight=weight, scheme=W8A8)]
+    found = search_scale(inputs, readers, torch.arange(64), torch.float32, refine_steps=steps)
+    assert found.error_before == pytest.approx(measured(inputs, weight, torch.ones(64)), rel=1e-3)
+    assert found.error_after == pytest.approx(measured(inputs, weight, found.scale), rel=1e-3)
+    assert found.error_after < 0.4 * found.error_before
+    assert found.chosen != "none"
+
+
+def test_refinement_beats_the_alpha_grid() -> None:
+    inputs, weight = bursts()
+    readers, every = [Reader(weight=weight, scheme=W8A8)], torch.arange(64)
+    grid = search_scale(inputs, readers, every, torch.float32, refine_steps=0)
+    refined = search_scale(inputs, readers, every, torch.float32, refine_steps=100)
+    assert refined.chosen == "refined"
+    assert refined.error_after < 0.985 * grid.error_after
+
+
+def test_the_expected_error_is_what_is_measured() -> None:
+    """Where values are many steps large, which is what its derivation assumes."""
+    inputs, weight = outliers()
+    readers = [Reader(weight=weight, scheme=W8A8)]
+    grid = search_scale(inputs, readers, torch.arange(64), torch.float32, refine_steps=0)
+    for scale in (torch.ones(64), grid.scale):
+        expected = float(expected_error(inputs, noise_terms(inputs, readers), scale.log())) ** 0.5
+        assert expected == pytest.approx(measured(inputs, weight, scale), rel=0.1)
+
+
+def test_nothing_is_folded_where_nothing_helps() -> None:
+    """Inputs and weights of one magnitude: rounding has nothing to gain from a scale."""
+    generator = torch.Generator().manual_seed(1)
+    signs = torch.randint(0, 2, (64, 32), generator=generator) * 2.0 - 1
+    weight = torch.randint(0, 2, (16, 32), generator=generator) * 2.0 - 1
+    readers = [Reader(weight=weight, scheme=W8A8)]
+    found = search_scale(signs, readers, torch.arange(32), torch.float32, refine_steps=20)
+    assert found.chosen == "none"
+    assert torch.equal(found.scale, torch.ones(32))
+    assert found.error_after == found.error_before
+
+
+@pytest.mark.parametrize("where", ["inputs", "weights", "both"])
+def test_dead_channels_keep_a_scale_of_one(where: str) -> None:
+    inputs, weight = outliers()
+    if where in ("inputs", "both"):
+        inputs[:, 5] = 0
+    if where in ("weights", "both"):
+        weight[:, 5] = 0
+    readers = [Reader(weight=weight, scheme=W8A8)]
+    found = search_scale(inputs, readers, torch.arange(64), torch.float32, refine_steps=30)
+    assert found.dead == 1
+    assert float(found.scale[5]) == 1.0
+    assert bool(torch.isfinite(found.scale).all() and (found.scale > 0).all())
+    assert found.error_after < found.error_before
+
+
+def test_all_zero_inputs_are_survived() -> None:
+    inputs, weight = torch.zeros(16, 8), torch.zeros(4, 8)
+    readers = [Reader(weight=weight, scheme=W8A8)]
+    found = search_scale(inputs, readers, torch.arange(8), torch.float32, refine_steps=5)
+    assert found.chosen == "none"
+
+
+def test_columns_of_one_channel_get_one_scale() -> None:
+    inputs, weight = outliers()
+    channels = torch.arange(64) % 16
+    readers = [Reader(weight=weight, scheme=W8A8)]
+    start = torch.ones(16)
+    alive = start > 0
+    assert refine(inputs, readers, channels, start, alive, 10).shape == (16,)
+    found = search_scale(inputs, readers, channels, torch.float32, refine_steps=10)
+    assert found.scale.shape == (16,)
+
+
+def planted(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> Path:
+    """A tiny model whose norms blow up some channels, which the readers take back."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(family))
+    offset = 1.0 if family == "gemma3_text" else 0.0
+    mlp_norm = MAPPINGS[type(model).__name__][2].producer
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            readers = {
+                "input_layernorm": (attention.q_proj, attention.k_proj, attention.v_proj),
+                mlp_norm: (mlp.gate_proj, mlp.up_proj),
+            }
+            for name, linears in readers.items():
+                norm = layer.get_submodule(name).weight
+                norm[[3, 9]] = (norm[[3, 9]] + offset) * 50 - offset
+                for linear in linears:
+                    linear.weight[:, [3, 9]] /= 50
+    out = tmp_path / f"planted-{family}"
+    model.save_pretrained(out)
+    for file in tiny_model(family).glob("token*"):
+        (out / file.name).write_bytes(file.read_bytes())
+    for file in tiny_model(family).glob("*.jinja"):
+        (out / file.name).write_bytes(file.read_bytes())
+    return out
+
+
+def kl(model: Path, artifact: Path) -> float:
+    """KL of the artifact's own forward, dense tensors included, against the model."""
+    from tests.quant.test_pipeline import reconstructed
+
+    dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    first = logits_of(dense).log_softmax(-1)
+    second = logits_of(reconstructed(model, open_artifact(artifact))).log_softmax(-1)
+    return float((first.exp() * (first - second)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])
+def test_w8a8_of_a_model_with_outliers_improves_fivefold(
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    model = planted(tiny_model, tmp_path, family)
+    make(model, tmp_path / "plain", "scheme: w8a8\nmethod: rtn\n", calibrated=False)
+    report = make(model, tmp_path / "art", "scheme: w8a8\nmethod: rtn\nsmoothing: search\n")
+    assert kl(model, tmp_path / "art") < 0.2 * kl(model, tmp_path / "plain")
+    notes = [m.smoothing for m in report.modules if m.module.endswith("q_proj")]
+    assert all("into input_layernorm" in note for note in notes)
+    assert open_artifact(tmp_path / "art", verify="full")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_probe_saw_what_the_artifact_stores(
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    from tests.quant.test_pipeline import probe_difference
+
+    text = "scheme: w8a8\nmethod: gptq\nsmoothing: search\ndtype: bfloat16\n"
+    make(tiny_model(family), tmp_path / "art", text)
+    assert probe_difference(tiny_model(family), open_artifact(tmp_path / "art")) < 2e-4
+
+
+def test_smoothing_is_repeatable_to_the_bit(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    text = "scheme: w8a8\nmethod: rtn\nsmoothing: search\n"
+    digests = []
+    for name in ("one", "two"):
+        make(tiny_model(), tmp_path / name, text)
+        digests.append(open_artifact(tmp_path / name).tensor_digests())
+    assert digests[0] == digests[1]
+
+
+def test_modules_that_stay_dense_are_not_touched(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    text = (
+        "scheme: w8a8\nmethod: rtn\nsmoothing: search\n"
+        "skip: [lm_head, '*.self_attn.*', '*.down_proj']\n"
+    )
+    report = make(tiny_model(), tmp_path / "art", text)
+    artifact, source = open_artifact(tmp_path / "art"), open_source(str(tiny_model()))
+    for leaf in ("input_layernorm", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"):
+        name = f"model.layers.0.{leaf}.weight"
+        assert torch.equal(artifact.reader.tensor(name), source.tensor(name)), leaf
+        assert artifact.manifest.modules.get(name) is None
+    assert all(m.smoothing == "" for m in report.modules if m.scheme == DENSE.label)
+
+
+def test_without_calibration_the_way_out_is_named(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    text = "scheme: w8a8\nmethod: rtn\nsmoothing: search\n"
+    with pytest.raises(PipelineError, match="smoothing: none"):
+        make(tiny_model(), tmp_path / "art", text, calibrated=False)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(Exception, match="use --smoothing none"):
+        quantize(str(tiny_model()), file, out=tmp_path / "art")
