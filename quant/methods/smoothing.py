@@ -6,9 +6,10 @@ descent on the expected error of rounding (each rounding error taken as uniform 
 
     sum_j s_j^2 |W_j|^2 * E_t[step(x_t / s)^2]  +  sum_r step(W_r * s)^2 * sum_j E[x_j^2] / s_j^2
 
-with step = largest magnitude / highest code, over 12. What is kept is what has the least *measured*
-error of the readers' outputs with rounded weights and rounded inputs; leaving all as it is is
-always a candidate, so a search cannot lose to none.
+with step = largest magnitude / highest code, over sqrt(12), but never more than the value itself,
+and more for the largest value, which lies half a step beyond the highest code. What is kept is what
+has the least *measured* error of the readers' outputs with rounded weights and rounded inputs;
+leaving all as it is is always a candidate, so a search cannot lose to none.
 
 Pure: tensors in, a scale out. Knows no models, names or files.
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from quant.artifact.errors import SchemeError
-from quant.artifact.layout import code_range, dequantize, fake_quantize_activations
+from quant.artifact.layout import dequantize, fake_quantize_activations
 from quant.artifact.scheme import Scheme
 from quant.methods.rtn import rtn
 
@@ -32,6 +33,10 @@ ALPHAS = tuple(round(0.3 + 0.05 * i, 2) for i in range(15))
 # A channel's scale against the geometric mean of all: beyond this a channel counts as dead.
 LARGEST_RATIO = 1e4
 LEARNING_RATE = 0.05
+# Squared error of a rounded value, in steps: uniform within half a step; and how much more it is
+# for the largest one, whose 127.5 (7.5) steps become 127 (7): a whole half.
+UNIFORM = 1 / 12
+EDGE = 1 / 4 - 1 / 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +196,7 @@ def _noise_terms(inputs: Tensor, readers: Sequence[Reader]) -> list[NoiseTerms]:
             NoiseTerms(
                 column_energy=reader.weight.square().sum(0) / energy,
                 weight=reader.weight.abs().reshape(len(reader.weight), groups, -1),
-                weight_codes=code_range(weights)[1] if weights.kind == "int" else None,
+                weight_codes=_highest_code(weights.num_bits) if weights.kind == "int" else None,
                 input_codes=_highest_code(act.num_bits) if act and act.kind == "int" else None,
                 energy=energy,
             )
@@ -206,16 +211,32 @@ def _highest_code(num_bits: int) -> float:
 def expected_error(inputs: Tensor, terms: Sequence[NoiseTerms], logs: Tensor) -> Tensor:
     """The sum of this module's docstring over the readers, for column scales exp(logs) [I]."""
     scale = logs.exp()
-    reach = (inputs.abs() / scale).amax(-1).square().mean()
-    power = inputs.square().mean(0) / scale.square()
+    scaled = inputs.abs() / scale
+    power = scaled.square().mean(0)
     total = logs.new_zeros(())
     for term in terms:
         if term.input_codes is not None:
-            noise = (scale.square() * term.column_energy).sum()
-            total = total + reach * noise / (12 * term.input_codes**2)
+            cost = scale.square() * term.column_energy
+            total = total + _input_noise(scaled, cost, term.input_codes)
         if term.weight_codes is not None:
-            groups = term.weight.shape[1]
-            steps = (term.weight * scale.reshape(groups, -1)).amax(-1).square().sum(0)
-            noise = (steps * power.reshape(groups, -1).sum(-1)).sum()
-            total = total + noise / (term.energy * 12 * term.weight_codes**2)
+            noise = _weight_noise(term.weight, scale, power) / term.weight_codes**2
+            total = total + noise / term.energy
     return total
+
+
+def _input_noise(scaled: Tensor, cost: Tensor, codes: float) -> Tensor:
+    """Mean over tokens of each channel's squared rounding error times its `cost` [I]."""
+    reach, largest = scaled.max(-1)
+    step = reach.square() / codes**2
+    noise = torch.minimum(step[:, None] * UNIFORM, scaled.square()).mean(0)
+    return (noise * cost).sum() + (step * EDGE * cost[largest]).mean()
+
+
+def _weight_noise(weight: Tensor, scale: Tensor, power: Tensor) -> Tensor:
+    """Squared rounding error of all weights times the `power` [I] of their inputs, in steps of one
+    over the highest code."""
+    groups = weight.shape[1]
+    grouped = power.reshape(groups, -1)
+    reach, largest = (weight * scale.reshape(groups, -1)).max(-1)
+    at_edge = grouped.expand(len(weight), -1, -1).gather(2, largest[..., None])[..., 0]
+    return (reach.square() * (UNIFORM * grouped.sum(-1) + EDGE * at_edge)).sum()
