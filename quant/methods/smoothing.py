@@ -209,34 +209,49 @@ def _highest_code(num_bits: int) -> float:
 
 
 def expected_error(inputs: Tensor, terms: Sequence[NoiseTerms], logs: Tensor) -> Tensor:
-    """The sum of this module's docstring over the readers, for column scales exp(logs) [I]."""
+    """The sum of this module's docstring over the readers, for column scales exp(logs) [I].
+
+    What decides which value is the largest, and which are below their step, is found without a
+    gradient (it has none almost everywhere), so that the backward pass touches vectors only.
+    """
     scale = logs.exp()
-    scaled = inputs.abs() / scale
-    power = scaled.square().mean(0)
-    total = logs.new_zeros(())
+    costs: dict[float, Tensor] = {}
     for term in terms:
         if term.input_codes is not None:
-            cost = scale.square() * term.column_energy
-            total = total + _input_noise(scaled, cost, term.input_codes)
+            costs[term.input_codes] = costs.get(term.input_codes, 0.0) + term.column_energy
+    total = logs.new_zeros(())
+    for codes, energy in costs.items():
+        total = total + _input_noise(inputs, scale, scale.square() * energy, codes)
+    power = inputs.square().mean(0) / scale.square()
+    for term in terms:
         if term.weight_codes is not None:
             noise = _weight_noise(term.weight, scale, power) / term.weight_codes**2
             total = total + noise / term.energy
     return total
 
 
-def _input_noise(scaled: Tensor, cost: Tensor, codes: float) -> Tensor:
+def _input_noise(inputs: Tensor, scale: Tensor, cost: Tensor, codes: float) -> Tensor:
     """Mean over tokens of each channel's squared rounding error times its `cost` [I]."""
-    reach, largest = scaled.max(-1)
-    step = reach.square() / codes**2
-    noise = torch.minimum(step[:, None] * UNIFORM, scaled.square()).mean(0)
+    with torch.no_grad():
+        scaled = inputs.abs() / scale
+        reach, largest = scaled.max(-1)
+        is_small = scaled.square() < (reach.square() / codes**2 * UNIFORM)[:, None]
+        small = (inputs.square() * is_small).mean(0)
+        at_most = inputs.abs().gather(1, largest[:, None])[:, 0]
+        others = (~is_small).float()
+    step = (at_most / scale[largest]).square() / codes**2
+    noise = (step @ others) * UNIFORM / len(inputs) + small / scale.square()
     return (noise * cost).sum() + (step * EDGE * cost[largest]).mean()
 
 
 def _weight_noise(weight: Tensor, scale: Tensor, power: Tensor) -> Tensor:
     """Squared rounding error of all weights times the `power` [I] of their inputs, in steps of one
     over the highest code."""
-    groups = weight.shape[1]
-    grouped = power.reshape(groups, -1)
-    reach, largest = (weight * scale.reshape(groups, -1)).max(-1)
-    at_edge = grouped.expand(len(weight), -1, -1).gather(2, largest[..., None])[..., 0]
-    return (reach.square() * (UNIFORM * grouped.sum(-1) + EDGE * at_edge)).sum()
+    groups, width = weight.shape[1:]
+    with torch.no_grad():
+        largest = (weight * scale.reshape(groups, width)).argmax(-1)
+        at_most = weight.gather(2, largest[..., None])[..., 0]
+        column = largest + width * torch.arange(groups, device=weight.device)
+    reach = at_most * scale[column]
+    spread = UNIFORM * power.reshape(groups, width).sum(-1) + EDGE * power[column]
+    return (reach.square() * spread).sum()
