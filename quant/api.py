@@ -26,7 +26,7 @@ from quant.estimate import Estimate, estimate
 from quant.foreign import QuantizedSource, is_quantized
 from quant.foreign_convert import convert, foreign_plan
 from quant.machine import check_device, free_disk_bytes, free_memory_bytes, measured_flops
-from quant.pipeline import Progress, run
+from quant.pipeline import Progress, check_smoothing, run
 from quant.plan import Plan, make_plan
 from quant.plan_table import size
 from quant.recipe import CalibrationSettings, Recipe
@@ -113,6 +113,7 @@ def prepare(
     if isinstance(source, QuantizedSource):
         plan = foreign_plan(plan, source)
     else:
+        check_smoothing(plan)
         plan = _with_source_warning(plan, source)
     tokens = loaded.calibration.samples * loaded.calibration.max_tokens
     tokens = tokens if plan.needs_calibration else 0

@@ -60,6 +60,7 @@ MAPPINGS: dict[str, tuple[FoldMapping, ...]] = {
     "MistralForCausalLM": _layer(),
     "Qwen2ForCausalLM": _layer(),
     "Qwen3ForCausalLM": _layer(),
+    "SmolLM3ForCausalLM": _layer(),
     "Gemma3ForCausalLM": _layer("pre_feedforward_layernorm", offset=1.0),
 }
 

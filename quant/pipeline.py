@@ -204,14 +204,19 @@ def check_run(source: Source, plan: Plan, calibration: Calibration | None) -> No
     assert planned == set(source.module_shapes), "the plan was made for another model"
     if calibration is None and any(row.method == "gptq" for row in plan.rows):
         raise PipelineError("gptq needs calibration text; give --calib FILE, or use method rtn")
-    if plan.smoothing != "none" and plan.architecture not in MAPPINGS:
-        raise PipelineError(
-            f"smoothing does not know where scales fold in {plan.architecture} (it knows "
-            f"{', '.join(MAPPINGS)}); set `smoothing: none`"
-        )
+    check_smoothing(plan)
     if calibration is None and plan.smoothing != "none":
         raise PipelineError(
             "smoothing needs calibration text; give --calib FILE, or set `smoothing: none`"
+        )
+
+
+def check_smoothing(plan: Plan) -> None:
+    """PipelineError when the plan smooths a model whose folds are not known."""
+    if plan.smoothing != "none" and plan.architecture not in MAPPINGS:
+        raise PipelineError(
+            f"smoothing does not know where scales fold in {plan.architecture} (it knows "
+            f"{', '.join(MAPPINGS)}); set `smoothing: none` (--smoothing none)"
         )
 
 

@@ -20,7 +20,7 @@ Data = Mapping[str, Any]
 # Stand-ins that become the page's own colours, light or dark.
 _INK, _BAR, _PALE = "#010203", "#040506", "#070809"
 _PAGE = {_INK: "currentColor", _BAR: "var(--bar)", _PALE: "var(--pale)"}
-_SETTINGS = {
+_SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "weighbridge",
     "text.parse_math": False,

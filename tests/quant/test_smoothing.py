@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quant.api import quantize
+from quant.api import prepare, quantize
 from quant.artifact.artifact import open_artifact
 from quant.artifact.layout import fake_quantize_activations
 from quant.artifact.scheme import DENSE, preset
@@ -294,3 +294,7 @@ def test_an_architecture_without_mappings_is_refused(
     with pytest.raises(PipelineError, match="smoothing: none"):
         make(tiny_model("mixtral"), tmp_path / "art", text)
     assert list(tmp_path.iterdir()) == []
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(PipelineError, match="smoothing: none"):
+        prepare(str(tiny_model("phi3")), file, overrides={})  # before anything is spent
