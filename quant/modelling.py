@@ -369,6 +369,13 @@ def load_tokenizer(path: Path, **options: Any) -> Any:
         ) from error
 
 
+def linear_of(layer: nn.Module, leaf: str) -> nn.Linear:
+    """The linear at `leaf` of a decoder layer."""
+    module = layer.get_submodule(leaf)
+    assert isinstance(module, nn.Linear)
+    return module
+
+
 def layer_of(name: str) -> int:
     """The decoder layer a tensor belongs to, -1 for those outside the layers."""
     found = re.match(r"model\.layers\.(\d+)\.", name)

@@ -45,7 +45,7 @@ from quant.layer_job import (
     stored_parts,
 )
 from quant.methods.gptq import GPTQSettings
-from quant.modelling import HEAD, Skeleton
+from quant.modelling import HEAD, Skeleton, linear_of
 from quant.plan import Plan
 from quant.provenance import finish, job_identity, read_results, stage_files, store_results
 from quant.recipe import Recipe
@@ -307,7 +307,7 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
     weights = job.source.tensors(sorted(quantized))
     layer = job.skeleton.build_layer(index, {**dense, **weights})
     linears = {
-        name: _linear(layer, name.removeprefix(prefix))
+        name: linear_of(layer, name.removeprefix(prefix))
         for name, row in rows.items()
         if not row.scheme.is_dense
     }
@@ -366,12 +366,6 @@ def smooth(
     return {prefix + name: note for name, note in notes.items()}
 
 
-def _linear(layer: nn.Module, leaf: str) -> nn.Linear:
-    module = layer.get_submodule(leaf)
-    assert isinstance(module, nn.Linear)
-    return module
-
-
 def dense_results(
     job: Job, layer: int | None, dense: Mapping[str, Tensor]
 ) -> dict[str, ModuleResult]:
@@ -409,7 +403,7 @@ def advance(job: Job, index: int, tensors: Mapping[str, Tensor]) -> None:
     layer = job.skeleton.build_layer(index, state)
     for name, scheme in schemes.items():
         if scheme.activations is not None:
-            quantize_input(_linear(layer, name.removeprefix(prefix)), scheme.activations)
+            quantize_input(linear_of(layer, name.removeprefix(prefix)), scheme.activations)
     attention = layer.get_submodule("self_attn")
     rounded = tapped(attention, fake_quantize_kv(*scales)) if scales else nullcontext()
     with rounded:
@@ -435,7 +429,7 @@ def finish_outer(job: Job) -> ProbeRecord:
     last = torch.cat([hidden[:, -1:] for hidden in job.probe.hidden])
     with torch.no_grad(), job.skeleton.head(state) as head:
         act = schemes[HEAD].activations
-        handle = quantize_input(_linear(head, HEAD), act) if act else None
+        handle = quantize_input(linear_of(head, HEAD), act) if act else None
         logits = head(inputs_embeds=last.to(job.skeleton.device, torch.float32)).logits[:, 0].cpu()
         if handle is not None:
             handle.remove()
@@ -458,7 +452,7 @@ def quantize_outer(job: Job, outer: list[str]) -> tuple[dict[str, Tensor], dict[
                 return head(inputs_embeds=hidden.to(job.skeleton.device, torch.float32))
 
         outcomes = quantize_stage(
-            rows, {HEAD: _linear(head, HEAD)},
+            rows, {HEAD: linear_of(head, HEAD)},
             {name.removesuffix(".weight"): tensor for name, tensor in weights.items()},
             job.calibration or job.probe, run_head, job.settings,
         ) if rows else {}  # fmt: skip

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from quant.artifact.scheme import GROUP_SIZES
 from quant.checkpoint import Source
 
-GROUP_SIZES = (128, 64, 32)
 FEW = 16  # distinct values that 4 bits can tell apart
 SAMPLED_ROWS = 64
 _SHARE = 0.9

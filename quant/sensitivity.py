@@ -30,7 +30,7 @@ from quant.capture import Batch, make_batches
 from quant.checkpoint import Source
 from quant.errors import UnsupportedModelError
 from quant.methods.rtn import rtn
-from quant.modelling import Skeleton
+from quant.modelling import Skeleton, linear_of
 
 Tell = Callable[[str], None]
 
@@ -139,7 +139,7 @@ def _layer(
     """Scores of one layer; `gradients` by its output become those by its input."""
     prefix = skeleton.layer_prefix(index)
     stages = [tuple(prefix + leaf for leaf in stage) for stage in skeleton.stages(index)]
-    linears = {name: _linear(layer, name.removeprefix(prefix)) for s in stages for name in s}
+    linears = {name: linear_of(layer, name.removeprefix(prefix)) for s in stages for name in s}
     errors = {name: _errors(linears[name], candidates[name], dtype) for name in linears}
     sums = [torch.zeros(len(candidates[stage[0]]), dtype=torch.float64) for stage in stages]
     for i, batch in enumerate(batches):
@@ -162,12 +162,6 @@ def _layer(
         for total, stage in zip(sums, stages, strict=True)
         for scheme, value in zip(candidates[stage[0]], total, strict=True)
     ]  # fmt: skip
-
-
-def _linear(layer: nn.Module, leaf: str) -> nn.Linear:
-    module = layer.get_submodule(leaf)
-    assert isinstance(module, nn.Linear)
-    return module
 
 
 def _errors(linear: nn.Linear, schemes: Sequence[Scheme], dtype: torch.dtype) -> list[Tensor]:
