@@ -7,6 +7,7 @@ Heavy libraries are imported inside the commands, so that `--help` answers at on
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +27,7 @@ from quant.errors import QuantError
 if TYPE_CHECKING:
     from quant.api import Job
     from quant.calibration import Calibration
+    from quant.report import RunReport
 
 EXIT_PROBLEMS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 # Click's UsageError, whichever click this typer brings.
@@ -419,18 +421,21 @@ def _carry_out(job: Job, *, overwrite: bool, resume: bool) -> None:
         progress.stop()
     out_console.rule(Text(f"done: {report.artifact}"), align="left")
     out_console.print(render_summary(report))
-    out_console.print(_next_steps(job.out), markup=False, highlight=False)
+    out_console.print(_next_steps(job.out, report), markup=False, highlight=False, soft_wrap=True)
 
 
-def _next_steps(out: Path) -> str:
+def _next_steps(out: Path, report: RunReport) -> str:
+    from quant.report import next_steps
     from quant.report_html import HTML_NAME, how_to_install, missing_libraries
 
     missing = missing_libraries()
     page = how_to_install(missing) if missing else f"{out}/{HTML_NAME}"
-    return (
-        f"\nreport    {out}/report.md\n          {page}\n"
-        f"next      evaluate {out}\n          runtime serve {out}"
-    )
+    steps = next_steps(
+        shlex.quote(str(out)), runtime_serves=report.runtime_serves,
+        is_converted=report.is_converted,
+    )  # fmt: skip
+    lines = ("report", f"{out}/report.md"), ("", page), *zip(("next", ""), steps, strict=False)
+    return "\n" + "\n".join(f"{name:<10}{text}" for name, text in lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -200,6 +200,7 @@ def finish(
         overrides=recipe.cli_overrides,
         source_digest=source.digest,
         calibration_digest="" if calibration is None else calibration.digest,
+        runtime_serves=source.skeleton.mixture is None,
     )
 
 

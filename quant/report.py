@@ -85,7 +85,8 @@ class RunReport:
     earlier, interrupted run. adapter: name of the LoRA adapter that was merged first.
     tools: library name -> version. recipe_text: the recipe, verbatim;
     overrides: its keys that were replaced. source_digest, calibration_digest: what it was made of.
-    sensitivity: measured by mixed precision, else empty.
+    sensitivity: measured by mixed precision, else empty. runtime_serves: whether our runtime knows
+    the architecture (it refuses mixtures of experts).
     """
 
     model: str
@@ -112,6 +113,7 @@ class RunReport:
     source_digest: str = ""
     calibration_digest: str = ""
     sensitivity: tuple[SensitivityRow, ...] = ()
+    runtime_serves: bool = True
 
     @property
     def total_seconds(self) -> float:
@@ -120,6 +122,11 @@ class RunReport:
     @property
     def quantized(self) -> tuple[ModuleResult, ...]:
         return tuple(m for m in self.modules if m.scheme != "dense")
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the codes are another tool's: no method of ours made them."""
+        return bool(self.quantized) and all(m.method == "none" for m in self.quantized)
 
     @property
     def fallbacks(self) -> tuple[ModuleResult, ...]:
@@ -186,6 +193,14 @@ def write_reports(files: Mapping[str, str], directory: Path) -> None:
 
 def report_json(report: RunReport) -> str:
     return json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n"
+
+
+def next_steps(name: str, *, runtime_serves: bool, is_converted: bool) -> tuple[str, ...]:
+    """The commands that make sense once the artifact `name` is there: only what will work."""
+    if not runtime_serves:
+        return (f"vllm serve {name}",)
+    base = " --base ORIGINAL_FLOAT_MODEL" if is_converted else ""
+    return f"evaluate {name}{base}", f"runtime serve {name}"
 
 
 def by_kind(modules: Sequence[ModuleResult]) -> dict[tuple[str, str], list[ModuleResult]]:

@@ -16,7 +16,7 @@ from typing import Any
 from quant.errors import PipelineError
 from quant.plan import join_layers
 from quant.plan_table import duration, size
-from quant.report import REPORT_VERSION, RunReport, write_reports
+from quant.report import REPORT_VERSION, RunReport, next_steps, write_reports
 from quant.report_plots import pictures, split_name, sqnr, unique_ids
 
 HTML_NAME, JSON_NAME = "report.html", "report.json"
@@ -25,7 +25,7 @@ _WORST = 12
 # Keys that reports of version 1.0 lack.
 _SINCE_1_1: dict[str, Any] = {
     "recipe_text": "", "overrides": {}, "source_digest": "", "calibration_digest": "",
-    "sensitivity": [],
+    "sensitivity": [], "runtime_serves": True,
 }  # fmt: skip
 _MODULE_SINCE_1_1: dict[str, Any] = {
     "weight_outliers": None, "input_outliers": [],
@@ -125,7 +125,7 @@ def _decibel(rel_error: float | None) -> str:
 
 def _derived(data: Mapping[str, Any]) -> dict[str, Any]:
     """Figures that follow from the record."""
-    modules = data["modules"]
+    modules, name = data["modules"], Path(data["artifact"]).name
     quantized = [module for module in modules if module["scheme"] != "dense"]
     weights = sum(module["shape"][0] * module["shape"][1] for module in quantized)
     stored = sum(module["bytes"] for module in quantized)
@@ -135,7 +135,11 @@ def _derived(data: Mapping[str, Any]) -> dict[str, Any]:
         key=lambda module: -module["input_outliers"][0][1],
     )
     return {
-        "artifact_name": Path(data["artifact"]).name,
+        "artifact_name": name,
+        "next_steps": next_steps(
+            name, runtime_serves=data["runtime_serves"],
+            is_converted=bool(quantized) and all(m["method"] == "none" for m in quantized),
+        ),
         "before": data["unpacked_bytes"] or data["source_bytes"],
         "quantized": quantized,
         "bits": 8 * stored / weights if weights else 0.0,
@@ -144,7 +148,7 @@ def _derived(data: Mapping[str, Any]) -> dict[str, Any]:
         "remarks": _remarks(modules),
         "kinds": _kinds(quantized),
         "total_seconds": sum(data["seconds"].values()),
-    }
+    }  # fmt: skip
 
 
 def _remarks(modules: list[dict[str, Any]]) -> list[tuple[str, str]]:

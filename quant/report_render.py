@@ -17,7 +17,7 @@ from rich.text import Text
 from quant.coverage import Coverage
 from quant.plan import join_layers
 from quant.plan_table import duration, size
-from quant.report import ModuleResult, RunReport, by_kind
+from quant.report import ModuleResult, RunReport, by_kind, next_steps
 
 Rows = list[tuple[str, ...]]
 _KIND_HEADER = ("modules", "scheme", "method", "count", "error mean", "error max", "size")
@@ -65,12 +65,14 @@ def model_card(report: RunReport, recipe_text: str) -> str:
             "",
             *_bullets(facts(report)),
             "",
-            "Whether it is good enough is not said here: run `evaluate` on this directory. Its "
-            "verdict is written to `gate.json`, next to this file.",
+            _judging(report),
             "",
             "```",
-            f"evaluate {report.artifact}",
-            f"runtime serve {report.artifact}",
+            *next_steps(
+                report.artifact,
+                runtime_serves=report.runtime_serves,
+                is_converted=report.is_converted,
+            ),
             "```",
             "",
             "The licence and intended use are those of the original model.",
@@ -84,6 +86,19 @@ def model_card(report: RunReport, recipe_text: str) -> str:
             "Per-module errors and calibration coverage: `report.md` and `report.json`.",
             "",
         ]
+    )
+
+
+def _judging(report: RunReport) -> str:
+    if not report.runtime_serves:
+        return (
+            "Whether it is good enough is not said here, and `evaluate` cannot say it: it judges "
+            "on our own runtime, which does not run mixtures of experts. Measure it on the engine "
+            "that serves it."
+        )
+    return (
+        "Whether it is good enough is not said here: run `evaluate` on this directory. Its "
+        "verdict is written to `gate.json`, next to this file."
     )
 
 

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from eval.errors import TargetError, UsageError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CONTENT = (".safetensors", ".json", ".gguf", ".jinja", ".model", ".txt")
 _CHUNK_BYTES = 1 << 22
+_QUANTIZED_FILES = ("quantize_config.json", "quant_config.json")  # of GPTQ's and AWQ's older tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +88,27 @@ def _refuse_quantized(path: Path) -> None:
         raise TargetError(f"{path / 'config.json'} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise TargetError(f"{path / 'config.json'} holds no JSON object")
-    if config.get("quantization_config") or config.get("compression_config"):
+    found = config.get("quantization_config") or config.get("compression_config")
+    if found or any((path / name).is_file() for name in _QUANTIZED_FILES):
+        method = found.get("quant_method") if isinstance(found, dict) else None
         raise TargetError(
-            f"the base {path} is itself quantized, so it cannot say what was lost; "
-            "pass the original with --base"
+            f"the base {path} is itself quantized{f' ({method})' if method else ''}, so it cannot "
+            "say what was lost; pass the float model it was made from with --base"
+            + _named_by_card(path)
         )
+
+
+def _named_by_card(path: Path) -> str:
+    """What the model card names as `base_model`, as advice; empty without it."""
+    try:
+        card = (path / "README.md").read_text(encoding="utf-8", errors="replace")
+        head = yaml.safe_load(card.split("---")[1]) if card.startswith("---") else None
+    except (OSError, IndexError, yaml.YAMLError):
+        return ""
+    named = head.get("base_model") if isinstance(head, dict) else None
+    names = named if isinstance(named, list) else [named]
+    bases = [name for name in names if isinstance(name, str) and _HUB_ID.fullmatch(name)]
+    return f" (its model card names {bases[0]})" if bases else ""
 
 
 def _from_hub(name: str) -> Path:

@@ -130,7 +130,12 @@ def test_locating_a_base(tiny_model: Callable[..., Path], tmp_path: Path) -> Non
     (tmp_path / "a.gguf").write_bytes(b"GGUF....")
     assert locate(str(tmp_path)).gguf_file == "a.gguf"
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    with pytest.raises(TargetError, match="itself quantized"):
+    with pytest.raises(TargetError, match=r"itself quantized \(gptq\).* with --base$"):
+        locate(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "quant_config.json").write_text("{}")
+    (tmp_path / "README.md").write_text("---\nbase_model:\n- owner/float\n---\n# A model\n")
+    with pytest.raises(TargetError, match=r"--base \(its model card names owner/float\)$"):
         locate(str(tmp_path))
     one, other = locate(str(tiny_model())), locate(str(tiny_model("qwen2")))
     assert one.kind == "hf"

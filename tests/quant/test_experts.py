@@ -237,6 +237,7 @@ def test_plans_join_experts_and_say_where_the_artifact_runs(
     assert text.count("experts.0-7.") == 3
     _, report = quantized(tiny_model("qwen3_moe"), tmp_path / "art", RECIPES["w4a16"])
     assert cost.quantized_bytes == sum(m.bytes for m in report.quantized)
+    assert not report.runtime_serves
 
 
 @pytest.mark.parametrize(

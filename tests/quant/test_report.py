@@ -123,6 +123,25 @@ def test_markdown_and_card() -> None:
         assert not line.startswith("|") or line.endswith("|")
 
 
+def test_only_what_works_is_suggested() -> None:
+    """A mixture is for other engines; another tool's codes cannot be their own base."""
+    mixture = replace(make_report(), runtime_serves=False)
+    assert "vllm serve tiny-w4a16\n" in model_card(mixture, "")
+    assert "runtime serve" not in model_card(mixture, "")
+    codes = tuple(replace(m, method="none") for m in make_report().modules)
+    converted = replace(make_report(), modules=codes)
+    assert "evaluate tiny-w4a16 --base ORIGINAL_FLOAT_MODEL\n" in model_card(converted, "")
+    assert not replace(make_report(), modules=()).is_converted
+
+
+def test_what_the_runtime_serves_is_known() -> None:
+    from quant.modelling import FAMILIES
+    from runtime.model.families import FAMILIES as SERVED
+
+    assert {name for name, family in FAMILIES.items() if family.mixture is None} <= set(SERVED)
+    assert not {name for name, family in FAMILIES.items() if family.mixture} & set(SERVED)
+
+
 @pytest.mark.parametrize("model", ["/home/ann/models/tiny.gguf", "owner/tiny.gguf"])
 def test_files_that_are_passed_on_hold_names_and_no_paths(model: str) -> None:
     report = replace(make_report(), model=model, artifact="/home/ann/out/tiny-w4a16")
