@@ -8,6 +8,7 @@ layouts, but no files: tensors come in and go out by checkpoint name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,10 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from quant.artifact.errors import SchemeError
 from quant.artifact.layout import (
     QuantizedWeight,
+    allowed_dtypes,
     dequantize,
     fake_quantize_activations,
     from_tensors,
     tensor_names,
+    tensor_shapes,
     to_tensors,
 )
 from quant.artifact.scheme import ActivationScheme, Scheme
@@ -107,7 +110,7 @@ def _quantize_group(
     """Modules of one input, scheme and method, stacked along their outputs."""
     names = [row.module for row in group]
     device = linears[names[0]].weight.device
-    stacked = torch.cat([weights[name].to(device, torch.float32) for name in names])
+    stacked = torch.cat([weights[name].to(device).float() for name in names])
     scheme, info, hessian = group[0].scheme, None, None
     try:
         if group[0].method == "gptq":
@@ -161,7 +164,7 @@ def _result(
         shape=row.shape,
         scheme=row.scheme.label,
         method="rtn" if fell_back else row.method,
-        bytes=sum(tensor.nbytes for tensor in stored_parts(row.module, weight).values()),
+        bytes=_stored_bytes(weight),
         rel_error=error,
         error_of="weights" if hessian is None else "outputs",
         damping=info.damping if info else None,
@@ -187,15 +190,18 @@ def _weight_error(weight: QuantizedWeight, original: Tensor) -> float:
 
 
 def stored_parts(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """A module's tensors under their checkpoint names, in host memory."""
-    zero = weight.zero_point
-    local = QuantizedWeight(
-        scheme=weight.scheme,
-        codes=weight.codes.cpu(),
-        scale=weight.scale.cpu(),
-        zero_point=None if zero is None else zero.cpu(),
-    )
-    return {f"{name}.{leaf}": tensor for leaf, tensor in to_tensors(local).items()}
+    """A module's tensors under their checkpoint names, in host memory; packed where they are."""
+    return {f"{name}.{leaf}": tensor.cpu() for leaf, tensor in to_tensors(weight).items()}
+
+
+def _stored_bytes(weight: QuantizedWeight) -> int:
+    """Bytes of `stored_parts`, without making them."""
+    total = 0
+    for leaf, shape in tensor_shapes(weight.scheme, weight.shape).items():
+        is_scale = leaf == "weight_scale"
+        dtype = weight.scale.dtype if is_scale else allowed_dtypes(weight.scheme, leaf)[0]
+        total += math.prod(shape) * dtype.itemsize
+    return total
 
 
 def install(linear: nn.Linear, weight: QuantizedWeight) -> None:

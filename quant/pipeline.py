@@ -304,7 +304,7 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
     prefix, names = job.skeleton.layer_prefix(index), job.skeleton.layer_names(index)
     quantized = {f"{name}.weight" for name, row in rows.items() if not row.scheme.is_dense}
     dense = stored_tensors(job.source, job.settings.dtype, [n for n in names if n not in quantized])
-    weights = job.source.tensors(sorted(quantized))
+    weights = on_device(job.source.tensors(sorted(quantized)), job.skeleton.device)
     layer = job.skeleton.build_layer(index, {**dense, **weights})
     linears = {
         name: linear_of(layer, name.removeprefix(prefix))
@@ -395,10 +395,15 @@ def stored_tensors(source: Source, dtype: torch.dtype, names: list[str]) -> dict
     return found
 
 
+def on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The tensors where they are computed with. They travel in the dtype they are stored in."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
 def advance(job: Job, index: int, tensors: Mapping[str, Tensor]) -> None:
     """Pass every stream through layer `index` as stored: codes, rounded inputs, rounded KV."""
     prefix, schemes = job.skeleton.layer_prefix(index), job.schemes(index)
-    state = dense_state(tensors, schemes)
+    state = dense_state(on_device(tensors, job.skeleton.device), schemes)
     scales = [state.pop(name) for name in scale_names(prefix) if name in state]
     layer = job.skeleton.build_layer(index, state)
     for name, scheme in schemes.items():
