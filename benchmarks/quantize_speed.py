@@ -11,6 +11,14 @@ model has learnt. With --model and --data it is that model on the windows that s
 shape to disk first and quantizes them from there on the CPU, in a fresh process. The host's figure
 is anonymous memory (RssAnon): pages of mapped files can be dropped at any time. One JSON line per
 figure is appended to --out. Exit code 1 when the proof goes beyond its bar.
+
+A run in several commands, because one may not last that long or is killed:
+
+    python -m benchmarks.quantize_speed --shape qwen3-32b --device cuda --state S \
+        --seconds-at-most 540 --out results.jsonl     # exit code 3: run it again
+
+Seconds are then the sum over all commands. Drawing random weights is no part of `seconds`
+(extra.wall_s has it, extra.drawing_s is it).
 """
 
 from __future__ import annotations
@@ -21,17 +29,25 @@ import math
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.quality import ShowProgress, git_commit, hardware, load_windows, progress
+from benchmarks.quality import git_commit, hardware, load_windows, progress
+from benchmarks.quantize_parts import (
+    LimitedProgress,
+    OutOfTime,
+    Part,
+    Recorder,
+    parts_in,
+    timed_drawing,
+)
 from quant.artifact.durable import write_file, write_safetensors
 from quant.calibration import windows_from_token_lists
 from quant.checkpoint import Source
@@ -45,37 +61,8 @@ from quant.source import open_source
 # Windows x tokens: the split's for the fixture, llm-compressor's usual sizes for the others.
 WINDOWS = {"smollm2-135m": (144, 1024), "llama-3.1-8b": (256, 2048), "qwen3-32b": (256, 2048)}
 GROUP_SIZES = {"smollm2-135m": 64}
+STOPPED = 3
 PROOF_SHAPE, PROOF_LAYERS, PROOF_WINDOWS, PROOF_GB = "llama-3.1-8b", 2, (2, 512), 6.0
-SAMPLE_S = 0.02
-
-
-class AnonymousPeak:
-    """Largest anonymous memory (RssAnon) of this process while it is entered, in bytes."""
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> AnonymousPeak:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while True:
-            self.peak_bytes = max(self.peak_bytes, anonymous_bytes())
-            if self._done.wait(SAMPLE_S):
-                return
-
-
-def anonymous_bytes() -> int:
-    """RssAnon of this process (Linux)."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 def random_windows(vocab: int, count: int, tokens: int) -> list[list[int]]:
@@ -111,33 +98,59 @@ def source_of(args: argparse.Namespace) -> Iterator[Source]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of one run."""
+    """The rows of one run. OutOfTime when it was stopped before its end."""
     count, tokens = args.windows
-    with source_of(args) as source:
+    opening = time.perf_counter()
+    with source_of(args) as source, state_of(args) as state:
+        opening = time.perf_counter() - opening
         if args.data:
             windows = load_windows(args.data, source.tokenizer(), None).calibration
             windows = [window[:tokens] for window in windows[:count]]
         else:
             windows = random_windows(int(source.config["vocab_size"]), count, tokens)
-        if args.device.startswith("cuda"):
-            torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        with AnonymousPeak() as memory, tempfile.TemporaryDirectory(dir=args.scratch) as folder:
-            report = quantize(source, windows, Path(folder) / "artifact", args)
-        seconds = time.perf_counter() - started
+        with Recorder(state, args.device) as recorder, timed_drawing(source, recorder.part):
+            report = quantize(source, windows, state / "artifact", args, recorder)
+        parts = parts_in(state)
         common = row_common(source, windows, report, args)
-        whole = int(SHAPES[args.shape]["num_hidden_layers"]) if args.shape in SHAPES else 0
-        layers = source.num_layers
+        common["extra"] |= {"opening_s": opening, "parts": [asdict(part) for part in parts]}
+    yield from figures(Part.whole(parts), report, common, source.num_layers, args)
+
+
+def figures(
+    whole: Part,
+    report: RunReport,
+    common: dict[str, Any],
+    layers: int,
+    args: argparse.Namespace,
+) -> Iterator[dict[str, Any]]:
+    """A row per figure. Drawing random weights does not count as quantizing."""
+    seconds = whole.seconds - whole.drawing_s
+    common["extra"] |= {"wall_s": whole.seconds, "drawing_s": whole.drawing_s}
     yield {**common, "metric": "seconds", "value": seconds, "unit": "s"}
-    if layers < whole:
-        more = (whole - layers) * report.seconds["layers"] / layers
+    all_layers = int(SHAPES[args.shape]["num_hidden_layers"]) if args.shape in SHAPES else 0
+    if layers < all_layers:
+        in_layers = report.seconds["layers"] - whole.drawing_s
+        more = (all_layers - layers) * in_layers / layers
         row = {**common, "metric": "seconds_extrapolated", "value": seconds + more, "unit": "s"}
         yield row
-    peak = memory.peak_bytes / 1e9
-    yield {**common, "metric": "host_peak_gb", "value": peak, "unit": "GB"}
+    yield {**common, "metric": "host_peak_gb", "value": whole.host_peak_bytes / 1e9, "unit": "GB"}
     if args.device.startswith("cuda"):
-        peak = torch.cuda.max_memory_allocated() / 1e9
+        common["extra"] |= {"gpu_reserved_gb": whole.gpu_reserved_bytes / 1e9}
+        peak = whole.gpu_peak_bytes / 1e9
         yield {**common, "metric": "gpu_peak_gb", "value": peak, "unit": "GB"}
+
+
+@contextmanager
+def state_of(args: argparse.Namespace) -> Iterator[Path]:
+    """Where the artifact is made and parts are recorded: kept only if it was asked for."""
+    if args.state is None:
+        with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+            yield Path(folder)
+        return
+    args.state.mkdir(parents=True, exist_ok=True)
+    if (args.state / "artifact").exists():
+        raise SystemExit(f"error: {args.state} holds a finished run; name another --state")
+    yield args.state
 
 
 def recipe_text(args: argparse.Namespace) -> str:
@@ -147,16 +160,21 @@ def recipe_text(args: argparse.Namespace) -> str:
 
 
 def quantize(
-    source: Source, windows: list[list[int]], out: Path, args: argparse.Namespace
+    source: Source,
+    windows: list[list[int]],
+    out: Path,
+    args: argparse.Namespace,
+    recorder: Recorder,
 ) -> RunReport:
-    """Make the artifact at `out`."""
+    """Make the artifact at `out`, or go on with it."""
     recipe = Recipe.parse(recipe_text(args), "quantize_speed")
     plan = make_plan(
         recipe, source.module_shapes, source.num_layers, source.config,
         source_dtype=str(source.dtype).removeprefix("torch."), is_tied=source.skeleton.is_tied,
     )  # fmt: skip
     calibration = windows_from_token_lists(windows)
-    return run(source, plan, recipe, calibration, out, device=args.device, progress=ShowProgress())
+    progress = LimitedProgress(recorder, args.seconds_at_most)
+    return run(source, plan, recipe, calibration, out, device=args.device, progress=progress)
 
 
 def row_common(
@@ -233,6 +251,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--memory-proof", action="store_true", help="two 8B layers from disk")
     parser.add_argument("--bar-gb", type=float, default=PROOF_GB, help="what the proof may take")
+    parser.add_argument("--state", type=Path, help="folder to make the artifact in: goes on there")
+    parser.add_argument("--seconds-at-most", type=float, help="stop at a layer, to be continued")
     parser.add_argument("--scratch", type=Path, help="folder for checkpoints and artifacts")
     parser.add_argument("--commit", help="commit to record (default: asked of git)")
     parser.add_argument("--in-proof", action="store_true", help=argparse.SUPPRESS)
@@ -245,6 +265,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--shape is needed (or --memory-proof)")
     if args.data and not args.model:
         parser.error("--data needs --model: random weights have no tokenizer of the data's text")
+    if args.seconds_at_most and not args.state:
+        parser.error("--seconds-at-most needs --state: else nothing is left to go on with")
     if args.layers and args.model:
         parser.error("--layers is of random weights; a checkpoint is quantized whole")
     args.windows = args.windows or WINDOWS[args.shape]
@@ -258,8 +280,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.memory_proof:
         return prove(args)
-    for row in measure(args):
-        record(row, args.out)
+    try:
+        for row in measure(args):
+            record(row, args.out)
+    except OutOfTime as stopped:
+        progress(f"{stopped}; run the same command again to go on")
+        return STOPPED
     return 0
 
 

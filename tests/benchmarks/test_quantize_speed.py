@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks import quantize_speed
-from benchmarks.quantize_speed import AnonymousPeak, main, parse_arguments
+from benchmarks.quantize_parts import Recorder, anonymous_bytes, parts_in
+from benchmarks.quantize_speed import main, parse_arguments
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -41,7 +42,7 @@ def test_a_part_is_measured_and_the_whole_extrapolated(tmp_path: Path) -> None:
     extra = rows["seconds"]["extra"]
     assert extra["layers"] == 1
     more = rows["seconds_extrapolated"]["value"] - rows["seconds"]["value"]
-    assert more == pytest.approx(3 * extra["stages"]["layers"])
+    assert more == pytest.approx(3 * (extra["stages"]["layers"] - extra["drawing_s"]))
     assert {row["suite"] for row in rows.values()} == {"quantize"}
 
 
@@ -51,18 +52,36 @@ def test_the_whole_is_not_extrapolated(tmp_path: Path) -> None:
     assert set(rows_of(out)) == {"seconds", "host_peak_gb"}
 
 
-def test_the_peak_is_seen_after_it_is_gone() -> None:
+def test_a_run_in_parts_sums_their_seconds(tmp_path: Path) -> None:
+    out, state = tmp_path / "rows.jsonl", tmp_path / "state"
+    words = ["--shape", "tiny", "--commit", "c", "--out", str(out), "--state", str(state)]
+    assert main([*words, "--seconds-at-most", "0.000001"]) == quantize_speed.STOPPED
+    assert not out.exists()
+    part = parts_in(state)[0]
+    assert main(words) == 0
+    rows = rows_of(out)
+    first, second = rows["seconds"]["extra"]["parts"]
+    assert first["seconds"] == part.seconds
+    drawing = first["drawing_s"] + second["drawing_s"]
+    total = first["seconds"] + second["seconds"]
+    assert rows["seconds"]["value"] == pytest.approx(total - drawing)
+    assert rows["seconds"]["extra"]["wall_s"] == pytest.approx(total)
+    with pytest.raises(SystemExit, match="holds a finished run"):
+        main(words)
+
+
+def test_the_peak_is_seen_after_it_is_gone(tmp_path: Path) -> None:
     size = 128 << 20
-    with AnonymousPeak() as memory:
-        before = quantize_speed.anonymous_bytes()
+    with Recorder(tmp_path, "cpu") as memory:
+        before = anonymous_bytes()
         # Not a tensor: the allocator may have that much left over from earlier tests.
         with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
             held.write(b"\1" * size)
             deadline = time.monotonic() + 30
-            while memory.peak_bytes - before <= 100 << 20 and time.monotonic() < deadline:
+            while memory.part.host_peak_bytes - before <= 100 << 20 and time.monotonic() < deadline:
                 time.sleep(0.005)
-        assert quantize_speed.anonymous_bytes() - before < 100 << 20
-    assert memory.peak_bytes - before > 100 << 20
+        assert anonymous_bytes() - before < 100 << 20
+    assert memory.part.host_peak_bytes - before > 100 << 20
 
 
 @pytest.mark.parametrize(
@@ -71,6 +90,7 @@ def test_the_peak_is_seen_after_it_is_gone() -> None:
         ([], "--shape is needed"),
         (["--shape", "tiny", "--data", "D"], "--data needs --model"),
         (["--shape", "tiny", "--model", "M", "--layers", "2"], "quantized whole"),
+        (["--shape", "tiny", "--seconds-at-most", "9"], "needs --state"),
         (["--shape", "tiny", "--windows", "64"], "expected WINDOWSxTOKENS"),
     ],
 )
