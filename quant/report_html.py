@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from quant.errors import PipelineError
-from quant.plan import join_layers
 from quant.plan_table import duration, size
-from quant.report import REPORT_VERSION, RunReport, next_steps, write_reports
-from quant.report_plots import pictures, split_name, sqnr, unique_ids
+from quant.report import REPORT_VERSION, RunReport, write_reports
+from quant.report_facts import facts_of
+from quant.report_plots import pictures, sqnr, unique_ids
 
 HTML_NAME, JSON_NAME = "report.html", "report.json"
 _NEEDED = ("jinja2", "matplotlib")
-_WORST = 12
 # Keys that reports of version 1.0 lack.
 _SINCE_1_1: dict[str, Any] = {
     "recipe_text": "", "overrides": {}, "source_digest": "", "calibration_digest": "",
     "sensitivity": [], "runtime_serves": True,
 }  # fmt: skip
 _MODULE_SINCE_1_1: dict[str, Any] = {
-    "weight_outliers": None, "input_outliers": [],
+    "weight_outliers": None, "input_outliers": [], "smoothing": "", "note": "",
+    "tokens_seen": None, "is_starved": False,
 }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def report_html(data: Mapping[str, Any]) -> str:
     try:
         drawn = unique_ids(pictures(full))
         page = environment.get_template("report.html.j2")
-        return page.render(**full, pictures=drawn, **_derived(full))
+        return page.render(**full, pictures=drawn, **facts_of(full))
     except (KeyError, TypeError, UndefinedError) as error:
         raise PipelineError(f"report.json is not complete: {error}") from error
 
@@ -121,86 +121,3 @@ def _format(pattern: str, value: float | None) -> str:
 
 def _decibel(rel_error: float | None) -> str:
     return "-" if rel_error is None else f"{sqnr(rel_error):.1f}"
-
-
-def _derived(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures that follow from the record."""
-    modules, name = data["modules"], Path(data["artifact"]).name
-    quantized = [module for module in modules if module["scheme"] != "dense"]
-    weights = sum(module["shape"][0] * module["shape"][1] for module in quantized)
-    stored = sum(module["bytes"] for module in quantized)
-    by_error = sorted(quantized, key=lambda module: -(module["rel_error"] or 0.0))
-    by_input = sorted(
-        (module for module in quantized if module["input_outliers"]),
-        key=lambda module: -module["input_outliers"][0][1],
-    )
-    return {
-        "artifact_name": name,
-        "next_steps": next_steps(
-            name, runtime_serves=data["runtime_serves"],
-            is_converted=bool(quantized) and all(m["method"] == "none" for m in quantized),
-        ),
-        "before": data["unpacked_bytes"] or data["source_bytes"],
-        "quantized": quantized,
-        "bits": 8 * stored / weights if weights else 0.0,
-        "worst": [module for module in by_error[:_WORST] if module["rel_error"] is not None],
-        "worst_inputs": by_input[:_WORST],
-        "remarks": _remarks(modules),
-        "kinds": _kinds(quantized),
-        "total_seconds": sum(data["seconds"].values()),
-    }  # fmt: skip
-
-
-def _remarks(modules: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(modules joined over layers, what happened to them in plain words)."""
-    found: dict[str, list[str]] = {}
-    lowest = min((m["damping"] for m in modules if m["damping"]), default=0.0)
-    for module in modules:
-        for text in _module_remarks(module, lowest):
-            found.setdefault(text, []).append(module["module"])
-    return [(", ".join(join_layers(names)), text) for text, names in found.items()]
-
-
-def _module_remarks(module: Mapping[str, Any], usual_damping: float) -> list[str]:
-    texts = []
-    if module["fallback"]:
-        texts.append(f"fell back to {module['method']}: {module['fallback']}")
-    if module["damping"] and module["damping"] > usual_damping:
-        texts.append(
-            f"damping raised to {module['damping']:g} because the Hessian was not positive definite"
-        )
-    if module["dead_columns"]:
-        texts.append(
-            f"{module['dead_columns']} inputs were always 0 in calibration and were rounded to "
-            "nearest"
-        )
-    if module.get("smoothing"):
-        texts.append(f"smoothing: {module['smoothing']}")
-    if module.get("is_starved"):
-        texts.append(
-            f"only {module['tokens_seen']} calibration tokens were routed to it; the statistics of "
-            "its layer were mixed in"
-        )
-    return texts
-
-
-def _kinds(modules: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for module in modules:
-        groups.setdefault((split_name(module["module"])[1], module["scheme"]), []).append(module)
-    return [_kind(name, scheme, group) for (name, scheme), group in groups.items()]
-
-
-def _kind(name: str, scheme: str, group: list[dict[str, Any]]) -> dict[str, Any]:
-    errors = [module["rel_error"] for module in group if module["rel_error"] is not None]
-    peaks = [module["weight_outliers"] for module in group if module["weight_outliers"]]
-    return {
-        "name": name,
-        "scheme": scheme,
-        "methods": " + ".join(sorted({module["method"] for module in group})),
-        "count": len(group),
-        "bytes": sum(module["bytes"] for module in group),
-        "mean": sum(errors) / len(errors) if errors else None,
-        "max": max(errors, default=None),
-        "peaks": [max(peak[i] for peak in peaks) for i in range(3)] if peaks else [None] * 3,
-    }

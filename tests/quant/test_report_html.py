@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -45,6 +45,10 @@ def make_report(layers: int = 4, name: str = "tiny") -> RunReport:
         sensitivity=(
             SensitivityRow(group=name, scheme="w4a16", loss=0.01, chosen=True),
             SensitivityRow(group=name, scheme=name, loss=0.001),
+            SensitivityRow(group="model.layers.1.mlp.down_proj", scheme="w4a16", loss=0.02),
+            SensitivityRow(
+                group="model.layers.1.mlp.down_proj", scheme="w8a16", loss=0.004, chosen=True
+            ),
         ),
     )  # fmt: skip
 
@@ -70,7 +74,9 @@ class Tags(HTMLParser):
 def test_the_page_says_what_happened() -> None:
     text = re.sub(r"\s+", " ", html_of(make_report()))
     for part in (
-        "tiny (tiny) prepared with the recipe tiny: 4 MB became 1.25 MB, 4.69 bits per weight",
+        "tiny (tiny), prepared with the recipe tiny.",
+        "4 MB became 1.25 MB, 4.69 bits per weight in 28 of 28 linear modules.",
+        "<title>mlp.down_proj, layer 3: 20.0 dB</title>",
         "evaluate art",
         "fell back to gptq: not possible: tiny",
         "damping raised to 1 because",
@@ -80,7 +86,8 @@ def test_the_page_says_what_happened() -> None:
         "ab" * 32,
     ):
         assert part in text, part
-    assert text.count("<svg") == 7
+    assert text.count("<svg") == 8
+    assert text.count('role="img"') == text.count('aria-label="') - 1 == 8
 
 
 def test_the_page_is_one_file_and_trusts_no_name() -> None:
@@ -97,6 +104,66 @@ def test_the_page_is_one_file_and_trusts_no_name() -> None:
     assert len(ids) == len(set(ids))
     assert "&lt;script&gt;" in text
     assert "\x1b" not in text
+
+
+def test_mixed_schemes_smoothing_and_remarks_are_told_once() -> None:
+    """What differs in layer and number alone is one line, not one for every module."""
+    notes = ("alpha 0.5 into x, output error 0.2 -> 0.1, 3 dead channels left alone",
+             "none: folding into x would change the output by 0.02",
+             "none: folding into x would change the output by 0.3")  # fmt: skip
+    plain = make_report()
+    modules = tuple(
+        replace(
+            module, smoothing=notes[i % 3], scheme="w8a16-channel" if i < 7 else module.scheme,
+            dead_columns=i // 7, fallback=None,
+        )
+        for i, module in enumerate(plain.modules)
+    )  # fmt: skip
+    text = re.sub(r"\s+", " ", html_of(replace(plain, modules=modules)))
+    for part in (
+        "not smoothed: folding into x would change the output by 0.02 to 0.3<",
+        "1 to 3 inputs were always 0",
+        "<title>mlp.down_proj, layer 0: w8a16-channel</title>",
+        "w4a16-g32 (21)",
+        '<td class="n">0.50</td><td class="n">0.50</td>',
+    ):
+        assert part in text, part
+    assert text.count("not smoothed") == 1
+    assert "No fallback" not in text
+
+
+def test_colours_can_be_read_in_light_and_dark() -> None:
+    """WCAG 2.1, 1.4.3: text stands out by 4.5 to 1 at least."""
+    style = html_of(make_report()).split("</style>")[0]
+    themes = re.findall(r":root \{([^}]*)\}", style)
+    assert len(themes) == 3
+    for theme in themes:
+        colours = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]+)", theme))
+        for ink, paper in (
+            ("ink", "paper"), ("ink", "pale"), ("soft", "paper"), ("soft", "pale"),
+            ("link", "paper"), ("ink", "warn-paper"),
+        ):  # fmt: skip
+            assert contrast(colours[ink], colours[paper]) >= 4.5, (ink, paper)
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted(luminance(colour) for colour in (one, other))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
+    parts = (int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4))
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_thirty_layers_take_less_than_three_seconds() -> None:
+    html_of(make_report())
+    report = make_report(30)
+    began = time.process_time()
+    html_of(report)
+    assert time.process_time() - began < 3
 
 
 def test_eighty_layers_are_quick_and_small() -> None:
