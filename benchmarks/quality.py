@@ -68,6 +68,8 @@ CANDIDATES = {
     "rtn-w4-asym-g64": _w4("rtn", False),
     "gptq-w4-sym-g64": _w4("gptq", True),
     "gptq-w4-asym-g64": _w4("gptq", False),
+    "awq-w4-sym-g64": _w4("awq", True),
+    "awq-w4-asym-g64": _w4("awq", False),
     "w8a8": Candidate(scheme="w8a8", method="rtn", recipe="scheme: w8a8\nmethod: rtn"),
     "gptq-w8a8": Candidate(scheme="w8a8", method="gptq", recipe="scheme: w8a8\nmethod: gptq"),
     "w8a16": Candidate(
@@ -76,6 +78,14 @@ CANDIDATES = {
     "fp8": Candidate(scheme="fp8", method="rtn", recipe="scheme: fp8\nmethod: rtn"),
     "gptq-fp8": Candidate(scheme="fp8", method="gptq", recipe="scheme: fp8\nmethod: gptq"),
 }
+for _search in ("inputs", "outputs"):
+    for _symmetric in (True, False):
+        _plain = _w4("rtn", _symmetric)
+        CANDIDATES[f"rtn-{_search}-{_plain.scheme}"] = Candidate(
+            scheme=_plain.scheme,
+            method=f"rtn, scales by {_search}",
+            recipe=f"{_plain.recipe}\nrtn: {{scale_search: {_search}}}",
+        )
 for _name in ("w8a8", "gptq-w8a8", "fp8", "gptq-fp8", "gptq-w4-sym-g64", "gptq-w4-asym-g64"):
     _plain = CANDIDATES[_name]
     CANDIDATES[f"smooth-{_name}"] = Candidate(

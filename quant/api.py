@@ -235,7 +235,7 @@ def _way_around(recipe: Recipe) -> str:
         return "set `kv_cache: none`"
     if recipe.smoothing == "none":
         return "use --method rtn"
-    return "use --smoothing none" + (" --method rtn" if recipe.uses_gptq else "")
+    return "use --smoothing none" + (" --method rtn" if recipe.sees_inputs else "")
 
 
 def _partial(out: Path) -> Path:

@@ -114,7 +114,7 @@ def _outside_weights(plan: Plan) -> int:
 
 def _inputs(rows: Iterable[PlanRow]) -> list[int]:
     """Columns of each distinct input of a layer: modules of one fused group share theirs."""
-    groups = {_input_name(row.module): row.shape[1] for row in rows if row.method == "gptq"}
+    groups = {_input_name(row.module): row.shape[1] for row in rows if row.statistics == "hessian"}
     return list(groups.values())
 
 

@@ -47,7 +47,7 @@ def quantize_experts(
         if not row.scheme.is_dense:
             by_expert.setdefault(int(row.module.split(".")[-2]), []).append(row)
     outcomes: dict[str, ModuleOutcome] = {}
-    if not any(row.method == "gptq" for row in rows):
+    if not any(row.statistics != "none" for row in rows):
         for group in by_expert.values():
             outcomes.update(quantize_modules(group, linears, weights, None, settings))
         return outcomes

@@ -30,8 +30,10 @@ from quant.artifact.layout import (
 )
 from quant.artifact.scheme import ActivationScheme, Scheme
 from quant.capture import InputStatistics, Stream, collect_inputs
+from quant.methods.clip import clip
 from quant.methods.gptq import GPTQInfo, GPTQSettings, gptq, relative_output_error
 from quant.methods.rtn import rtn
+from quant.methods.scales import revive_squares
 from quant.outliers import input_outliers, weight_outliers
 from quant.plan import PlanRow
 from quant.report import ModuleResult
@@ -70,9 +72,12 @@ def quantize_stage(
     """
     active = [row for row in rows if not row.scheme.is_dense]
     statistics = None
-    if any(row.method == "gptq" for row in active):
+    wanted = {row.statistics for row in active}
+    if wanted - {"none"}:
         first = active[0].module
-        statistics = collect_inputs(linears[first], stream, run, first, needs_hessian=True)
+        statistics = collect_inputs(
+            linears[first], stream, run, first, needs_hessian="hessian" in wanted
+        )
     return quantize_modules(active, linears, weights, statistics, settings)
 
 
@@ -94,9 +99,9 @@ def quantize_modules(
 
 def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
     """Rows of one scheme and method together: they are quantized in one call."""
-    groups: dict[tuple[Scheme, str], list[PlanRow]] = {}
+    groups: dict[tuple[Scheme, str, str], list[PlanRow]] = {}
     for row in rows:
-        groups.setdefault((row.scheme, row.method), []).append(row)
+        groups.setdefault((row.scheme, row.method, row.scale_search), []).append(row)
     return list(groups.values())
 
 
@@ -111,18 +116,15 @@ def _quantize_group(
     names = [row.module for row in group]
     device = linears[names[0]].weight.device
     stacked = torch.cat([weights[name].to(device).float() for name in names])
-    scheme, info, hessian = group[0].scheme, None, None
     try:
-        if group[0].method == "gptq":
-            assert statistics is not None
-            hessian = statistics.hessian.float()
-            whole, info = gptq(stacked, hessian, scheme, settings.dtype, settings.gptq)
-        else:
-            whole = rtn(stacked, scheme, settings.dtype)
+        whole, info = _choose_codes(group[0], stacked, statistics, settings)
     except SchemeError as error:
         raise SchemeError(f"{', '.join(names)}: {error}") from error
     sizes = [row.shape[0] for row in group]
     parts = zip(group, _split(whole, sizes), torch.split(stacked, sizes), strict=True)
+    hessian = None
+    if statistics is not None and statistics.needs_hessian:
+        hessian = statistics.hessian.float()
     return {
         row.module: ModuleOutcome(
             weight=part,
@@ -132,6 +134,23 @@ def _quantize_group(
         )
         for row, part, original in parts
     }
+
+
+def _choose_codes(
+    row: PlanRow, weight: Tensor, statistics: InputStatistics | None, settings: MethodSettings
+) -> tuple[QuantizedWeight, GPTQInfo | None]:
+    """The row's method on `weight` [out, in]: any module's of that method, or several stacked."""
+    if row.statistics == "none":
+        is_searched = row.scale_search == "weights"
+        return rtn(weight, row.scheme, settings.dtype, scale_search=is_searched), None
+    assert statistics is not None
+    if row.statistics == "squares":
+        importance = revive_squares(statistics.mean_square)
+        return rtn(weight, row.scheme, settings.dtype, importance=importance), None
+    hessian = statistics.hessian.float()
+    if row.method == "gptq":
+        return gptq(weight, hessian, row.scheme, settings.dtype, settings.gptq)
+    return clip(weight, hessian, row.scheme, settings.dtype), None
 
 
 def _split(whole: QuantizedWeight, sizes: list[int]) -> list[QuantizedWeight]:

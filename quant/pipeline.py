@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from quant.artifact.errors import SchemeError
 from quant.artifact.probe import ProbeRecord, make_probe
-from quant.artifact.scheme import Scheme
+from quant.artifact.scheme import DENSE, Scheme
 from quant.artifact.writer import ArtifactWriter
 from quant.calibration import Calibration
 from quant.capture import Batch, Stream, choose_home, make_batches, tapped
@@ -202,8 +202,12 @@ def check_run(source: Source, plan: Plan, calibration: Calibration | None) -> No
     """PipelineError for what would only fail later."""
     planned = {row.module for row in plan.rows}
     assert planned == set(source.module_shapes), "the plan was made for another model"
-    if calibration is None and any(row.method == "gptq" for row in plan.rows):
-        raise PipelineError("gptq needs calibration text; give --calib FILE, or use method rtn")
+    blind = next((row for row in plan.rows if row.statistics != "none"), None)
+    if calibration is None and blind is not None:
+        how = (
+            f"rtn with scale_search {blind.scale_search}" if blind.method == "rtn" else blind.method
+        )
+        raise PipelineError(f"{how} needs calibration text; give --calib FILE, or use method rtn")
     check_smoothing(plan)
     if calibration is None and plan.smoothing != "none":
         raise PipelineError(
@@ -213,10 +217,13 @@ def check_run(source: Source, plan: Plan, calibration: Calibration | None) -> No
 
 def check_smoothing(plan: Plan) -> None:
     """PipelineError when the plan smooths a model whose folds are not known."""
-    if plan.smoothing != "none" and plan.architecture not in MAPPINGS:
+    if plan.is_smoothed and plan.architecture not in MAPPINGS:
+        what, instead = "smoothing", "set `smoothing: none` (--smoothing none)"
+        if plan.smoothing == "none":
+            what, instead = "awq", "use `method: gptq` (--method gptq)"
         raise PipelineError(
-            f"smoothing does not know where scales fold in {plan.architecture} (it knows "
-            f"{', '.join(MAPPINGS)}); set `smoothing: none` (--smoothing none)"
+            f"{what} does not know where scales fold in {plan.architecture} (it knows "
+            f"{', '.join(MAPPINGS)}); {instead}"
         )
 
 
@@ -246,7 +253,7 @@ def start_job(
         stream.hidden = skeleton.embed(embedding, ids, stream.home)
     return Job(
         source=source, plan=plan, skeleton=skeleton, writer=writer, settings=settings,
-        smooth=None if plan.smoothing == "none" else SmoothSettings(**recipe.smooth.model_dump()),
+        smooth=SmoothSettings(**recipe.smooth.model_dump()) if plan.is_smoothed else None,
         calibration=streams[1] if len(streams) > 1 else None, probe=streams[0],
     )  # fmt: skip
 
@@ -355,7 +362,13 @@ def smooth(
     assert job.smooth is not None
     prefix = job.skeleton.layer_prefix(index)
     leaves = {name.removeprefix(prefix): tensor for name, tensor in {**dense, **weights}.items()}
-    schemes = {name.removeprefix(prefix): scheme for name, scheme in job.schemes(index).items()}
+    # Where awq alone folds, what another method takes stays as it is: dense, as smoothing sees it.
+    schemes = {
+        row.module.removeprefix(prefix): row.scheme
+        if job.plan.smoothing != "none" or row.method == "awq"
+        else DENSE
+        for row in job.plan.layer_rows(index)
+    }
     work = LayerTensors(layer=layer, tensors=leaves, schemes=schemes, dtype=job.settings.dtype)
     notes = smooth_layer(
         work, MAPPINGS.get(job.plan.architecture, ()), job.calibration or job.probe, run_layer,

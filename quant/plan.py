@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from quant.artifact.dialect import FUSED_SHARDS, fused_group
 from quant.artifact.scheme import DENSE, GROUP_SIZES, Scheme, with_group_size
@@ -22,9 +22,11 @@ from quant.recipe import (
     MethodName,
     ModuleRule,
     Recipe,
+    ScaleSearch,
     layer_index,
     matches,
     override_applies,
+    statistics_of,
 )
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -36,17 +38,26 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """One linear module: weight shape [out, in], what it becomes, by which method and why."""
+    """One linear module: weight shape [out, in], what it becomes, by which method and why.
+
+    scale_search: what rtn's scales are searched for.
+    """
 
     module: str
     shape: tuple[int, int]
     scheme: Scheme
     method: MethodName
     note: str = ""
+    scale_search: ScaleSearch = "none"
 
     @property
     def layer(self) -> int | None:
         return layer_index(self.module)
+
+    @property
+    def statistics(self) -> Literal["none", "squares", "hessian"]:
+        """What the method must know of the module's inputs."""
+        return statistics_of(self.method, self.scale_search)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +81,11 @@ class Plan:
     smoothing: str = "none"
     overrides: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Whether scales are folded anywhere: smoothing, or awq's half of it."""
+        return self.smoothing != "none" or any(row.method == "awq" for row in self.rows)
 
     def schemes(self) -> dict[str, Scheme]:
         return {row.module: row.scheme for row in self.rows}
@@ -106,7 +122,7 @@ def make_plan(
     rows = tuple(
         _row(
             name, module_shapes[name], recipe.module_rule(name, num_layers), is_tied,
-            widths.get(fused_group(name)),
+            widths.get(fused_group(name)), recipe.rtn.scale_search,
         )
         for name in sorted(module_shapes, key=_layer_order)
     )  # fmt: skip
@@ -125,7 +141,7 @@ def make_plan(
         is_tied=is_tied,
         needs_calibration=recipe.kv_cache != "none"
         or recipe.smoothing != "none"
-        or any(r.method == "gptq" for r in rows),
+        or any(r.statistics != "none" for r in rows),
         kv_cache=recipe.kv_cache,
         smoothing=recipe.smoothing,
         overrides=tuple(rule.match for rule in recipe.overrides),
@@ -211,6 +227,7 @@ def _row(
     rule: ModuleRule,
     is_tied: bool,
     widths: frozenset[int] | None = None,
+    scale_search: ScaleSearch = "none",
 ) -> PlanRow:
     """The row of a module; `widths` are the columns of what it must share its group size with."""
     if is_router(name):
@@ -231,7 +248,10 @@ def _row(
     scheme, note = min(fits, key=_group_columns)
     reasons = [] if rule.reason == "recipe" else [rule.reason]
     note = "; ".join([*reasons, note] if note else reasons)
-    return PlanRow(module=name, shape=shape, scheme=scheme, method=rule.method, note=note)
+    return PlanRow(
+        module=name, shape=shape, scheme=scheme, method=rule.method, note=note,
+        scale_search=scale_search if rule.method == "rtn" else "none",
+    )  # fmt: skip
 
 
 def fit_group_size(scheme: Scheme, columns: int) -> tuple[Scheme, str]:

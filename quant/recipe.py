@@ -45,7 +45,8 @@ from quant.errors import RecipeError
 from quant.located_yaml import KeyPath, LocatedYaml, parse_yaml
 from quant.recipe_errors import Finding, explain_validation, place, render_findings
 
-MethodName = Literal["none", "rtn", "gptq"]
+MethodName = Literal["none", "rtn", "gptq", "awq"]
+ScaleSearch = Literal["none", "weights", "inputs", "outputs"]
 SchemeName = Literal["dense", "w3a16", "w4a16", "w8a16", "w4a8", "w4a8-fp8", "w8a8", "fp8"]
 HeadSchemeName = Literal["dense", "w8a16"]
 GroupSize = Literal[32, 64, 128, "channel"]
@@ -95,6 +96,12 @@ class GPTQSettings(_Section):
     scale_search: StrictBool = True
 
 
+class RTNSettings(_Section):
+    """`rtn:`; what the scale of a group is searched for (none: taken from its largest value)."""
+
+    scale_search: ScaleSearch = "none"
+
+
 class SmoothSettings(_Section):
     """`smooth:`; tokens that scales are judged on, steps of refinement (0: the alpha grid only)."""
 
@@ -141,6 +148,7 @@ class Recipe(_Section):
     kv_cache: Literal["none", "fp8", "fp8-head"] = "none"
     smoothing: Literal["none", "search"] = "none"
     smooth: SmoothSettings = SmoothSettings()
+    rtn: RTNSettings = RTNSettings()
     gptq: GPTQSettings = GPTQSettings()
     calibration: CalibrationSettings = CalibrationSettings()
     model: StrictStr | None = None
@@ -209,12 +217,13 @@ class Recipe(_Section):
     @property
     def needs_calibration(self) -> bool:
         """Whether a method or the KV cache scales must see activations."""
-        return self.uses_gptq or self.kv_cache != "none" or self.smoothing != "none"
+        return self.sees_inputs or self.kv_cache != "none" or self.smoothing != "none"
 
     @property
-    def uses_gptq(self) -> bool:
-        """Whether any module may get the gptq method."""
-        return "gptq" in {self.method, *(rule.method for rule in self.overrides)}
+    def sees_inputs(self) -> bool:
+        """Whether any module may get a method that must see its inputs."""
+        methods = {self.method, *(rule.method for rule in self.overrides)}
+        return any(statistics_of(m, self.rtn.scale_search) != "none" for m in methods if m)
 
     def with_overrides(self, changes: Mapping[str, Any]) -> Recipe:
         """A new recipe with dotted keys (`calibration.samples`) replaced; None changes nothing."""
@@ -245,6 +254,15 @@ class Recipe(_Section):
     def where(self, *path: str | int) -> str:
         """`file:line` of a key, or the flag that replaced it, for messages about it."""
         return place(path, self._located, self._cli_overrides)
+
+
+def statistics_of(
+    method: MethodName, scale_search: ScaleSearch
+) -> Literal["none", "squares", "hessian"]:
+    """What a method must know of a module's inputs: nothing, E[x^2], or X^T X."""
+    if method == "rtn":
+        return {"outputs": "hessian", "inputs": "squares"}.get(scale_search, "none")  # type: ignore[return-value]
+    return "none" if method == "none" else "hessian"
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -349,6 +367,13 @@ def _contradictions(recipe: Recipe) -> Iterator[Finding]:
     for i, pattern in enumerate(recipe.skip):
         yield from _pattern_faults(pattern, ("skip", i))
     yield from _head_faults(recipe)
+    is_off = recipe.smoothing == "none" and "smoothing" in recipe.model_fields_set
+    if recipe.method == "awq" and is_off:
+        yield (
+            ("smoothing",),
+            "found none, but awq is smoothing and then a weight clip; take it out, or for the clip "
+            "alone write `method: rtn` with `rtn: {scale_search: outputs}`",
+        )
     for i, rule in enumerate(recipe.overrides):
         yield from _pattern_faults(rule.match, ("overrides", i, "match"))
         if not rule.model_fields_set - {"match", "layers"}:
@@ -437,7 +462,7 @@ def _method_faults(
     if scheme.is_dense and "method" in section.model_fields_set and method != "none":
         yield at, f"found {method}, but a dense scheme has nothing to quantize; expected none"
     if not scheme.is_dense and method == "none":
-        yield at, f"found none, but {scheme.label} needs a method; expected rtn or gptq"
+        yield at, f"found none, but {scheme.label} needs a method; expected rtn, gptq or awq"
 
 
 def _kind(value: Any) -> str:

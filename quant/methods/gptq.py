@@ -77,7 +77,7 @@ def gptq(
     """
     assert scheme.weights is not None
     values = weight.float()
-    full, dead = _revive_dead_columns(hessian.float())
+    full, dead = revive_dead_columns(hessian.float())
     order = torch.argsort(full.diagonal(), descending=True, stable=True)
     if not settings.act_order:
         order = torch.arange(len(order), device=order.device)
@@ -109,7 +109,7 @@ def gptq(
     return result, _info(values, result, full, damping, dead)
 
 
-def _revive_dead_columns(hessian: Tensor) -> tuple[Tensor, int]:
+def revive_dead_columns(hessian: Tensor) -> tuple[Tensor, int]:
     """The matrix with the mean of its other diagonal entries in place of zeros, and how many those
     are. A copy only where there are some.
 

@@ -61,7 +61,9 @@ def search_scales(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale [O, G] (and zero point) of least weighted squared error over `SHRINK_FACTORS`.
 
-    weight [O, I] float32; importance [I], e.g. E[x^2] or diag(H) of the inputs (None: all equal).
+    weight [O, I] float32; importance [I], e.g. E[x^2] or diag(H) of the inputs (None: all equal),
+    or [G, S, S], the blocks of H = X^T X on its diagonal: a group's error is then that of the
+    output it contributes to (`quant.methods.clip`).
     Each candidate is rounded to `scale_dtype` before it is judged, and judged on what is
     reconstructed. The min-max scale is the first candidate, so the search can't lose to it.
 
@@ -80,6 +82,14 @@ def search_scales(
         if zero_point is not None and trial_zero is not None:
             zero_point = torch.where(better, trial_zero, zero_point)
     return scale, zero_point
+
+
+def revive_squares(mean_square: Tensor) -> Tensor:
+    """E[x^2] [I] with the mean of the others in place of zeros: an input that calibration never
+    used may be used later."""
+    alive = mean_square > 0
+    mean = mean_square[alive].mean() if bool(alive.any()) else mean_square.new_ones(())
+    return torch.where(alive, mean_square, mean)
 
 
 def _extremes(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
@@ -119,7 +129,10 @@ def _group_error(
     groups = grouped(weight, scheme)
     zero = None if zero_point is None else zero_point[..., None]
     codes = encode(groups, scale[..., None], zero, scheme)
-    error = (decode(codes, scale[..., None], zero) - groups).square()
-    if importance is not None:
-        error = error * importance.reshape(1, groups.shape[1], -1)
-    return error.sum(-1)
+    error = decode(codes, scale[..., None], zero) - groups
+    if importance is None:
+        return error.square().sum(-1)
+    if importance.ndim == 3:
+        by_group = error.transpose(0, 1)
+        return ((by_group @ importance) * by_group).sum(-1).T
+    return (error.square() * importance.reshape(1, groups.shape[1], -1)).sum(-1)
