@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from quant.adapter import AdapterSource, with_adapter
+from quant.artifact.artifact import open_artifact
 from quant.artifact.durable import storage_errors
+from quant.artifact.errors import ArtifactError
 from quant.artifact.manifest import MANIFEST_NAME
 from quant.artifact.shipped import Kind, local_path, resolve_input
+from quant.artifact.writer import clear_leftovers
 from quant.calibration import Calibration, load_calibration
 from quant.checkpoint import Source
 from quant.errors import CalibrationError, PipelineError, QuantError, RecipeError
@@ -29,8 +32,9 @@ from quant.machine import check_device, free_disk_bytes, free_memory_bytes, meas
 from quant.pipeline import Progress, check_smoothing, run
 from quant.plan import Plan, make_plan
 from quant.plan_table import size
+from quant.provenance import is_made_by, job_identity
 from quant.recipe import CalibrationSettings, Recipe
-from quant.report import RunReport, report_json, write_reports
+from quant.report import RunReport, report_json
 from quant.report_html import html_files
 from quant.report_render import model_card, report_markdown
 from quant.rounded_weights import rounded_weights_warning
@@ -71,10 +75,13 @@ def quantize(
 
     model: HF directory, hub id or GGUF file; None takes the recipe's `model:`. recipe and calib are
     looked up where given, then among the shipped ones. out defaults to NAME-RECIPE in the current
-    directory. overrides: recipe keys (`group_size=64`, `samples=128`, ...; those of `calibration:`
+    directory; when it holds the artifact of this very job already, nothing is done.
+    overrides: recipe keys (`group_size=64`, `samples=128`, ...; those of `calibration:`
     go there). strict refuses group sizes that do not divide. Raises QuantError or ArtifactError.
     """
     job = prepare(model, recipe, calib, out, strict=strict, device=device, overrides=overrides)
+    if not overwrite and is_done(job):
+        return job.out.absolute()
     report = carry_out(job, progress=progress, overwrite=overwrite, resume=resume)
     return Path(report.artifact)
 
@@ -165,27 +172,58 @@ def carry_out(
 ) -> RunReport:
     """Calibrate (unless windows are given), quantize, seal, write the reports beside it."""
     check_out(job, overwrite=overwrite)
+
+    def texts(report: RunReport) -> dict[str, str]:
+        return report_texts(_with_unpacked_bytes(report, job), job.recipe)
+
     if isinstance(job.source, QuantizedSource):
         report = convert(
             job.source, job.plan, job.recipe, job.out,
-            progress=progress, overwrite=overwrite, resume=resume,
+            progress=progress, overwrite=overwrite, resume=resume, describe=texts,
         )  # fmt: skip
     else:
         windows = calibration if calibration is not None else calibrate(job)
         report = run(
-            job.source, job.plan, job.recipe, windows, job.out,
-            device=job.device, progress=progress, overwrite=overwrite, resume=resume,
+            job.source, job.plan, job.recipe, windows, job.out, device=job.device,
+            progress=progress, overwrite=overwrite, resume=resume, describe=texts,
         )  # fmt: skip
-    if job.source.kind == "gguf":
-        report = replace(report, unpacked_bytes=job.cost.source_bytes)
-    files = {
+    return _with_unpacked_bytes(report, job)
+
+
+def is_done(job: Job) -> bool:
+    """Whether `out` holds the artifact of this very job already: same model, recipe, calibration,
+    versions, device and threads. What a run left there that was killed at its very end is removed.
+    """
+    if not (job.out / MANIFEST_NAME).is_file():
+        return False
+    try:
+        manifest = open_artifact(job.out).manifest
+    except ArtifactError:
+        return False
+    identity = job_identity(job.source, job.plan, job.recipe, None, job.device)
+    if not is_made_by(manifest.model_copy(update={"calibration": None}), identity):
+        return False
+    windows = calibrate(job)
+    identity = job_identity(job.source, job.plan, job.recipe, windows, job.device)
+    if not is_made_by(manifest, identity):
+        return False
+    clear_leftovers(job.out)
+    return True
+
+
+def report_texts(report: RunReport, recipe: Recipe) -> dict[str, str]:
+    """The files that tell of a run, by name."""
+    return {
         "report.json": report_json(report),
         "report.md": report_markdown(report),
-        "README.md": model_card(report, job.recipe.text),
+        "README.md": model_card(report, recipe.text),
         **html_files(report),
     }
-    write_reports(files, Path(report.artifact))
-    return report
+
+
+def _with_unpacked_bytes(report: RunReport, job: Job) -> RunReport:
+    is_gguf = job.source.kind == "gguf"
+    return replace(report, unpacked_bytes=job.cost.source_bytes) if is_gguf else report
 
 
 def check_out(job: Job, *, overwrite: bool) -> None:

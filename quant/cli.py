@@ -1,7 +1,7 @@
 """The `quantize` command. Parses, calls `quant.api`, prints; decides nothing.
 
 Heavy libraries are imported inside the commands, so that `--help` answers at once. Exit codes:
-0 done, 1 `verify` found problems, 2 bad input or usage, 130 interrupted.
+0 done, 1 `verify` found problems, 2 bad input or usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from quant.artifact.errors import ArtifactError
 from quant.cli_report import report_command
 from quant.cli_sample import HELP as SAMPLE_HELP
 from quant.cli_sample import sample_command
+from quant.cli_signals import EXIT_TERMINATED, Terminated, raised_sigterm
 from quant.errors import QuantError
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ RECIPE and CALIB are looked up where given, then among the shipped ones:
 w4a16.yaml w8a16.yaml w8a8.yaml fp8.yaml mixed.yaml none.yaml;
 contracts.jsonl service.jsonl code.jsonl.
 MODEL is a Hugging Face directory, a hub id, or a GGUF file.
-Exit codes: 0 done, 1 verify found problems, 2 bad input or usage, 130 interrupted.
+Exit codes: 0 done, 1 verify found problems, 2 bad input or usage, 130 interrupted,
+143 terminated.
 """
 
 Model = Annotated[
@@ -197,7 +199,7 @@ def quantize_command(
     changes = _changes(samples, max_tokens, seed, group_size, method, smoothing, dtype, adapter)
     job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
     if not dry_run:
-        _check_ready(job, overwrite=overwrite)
+        _check_ready(job, overwrite=overwrite, is_fresh=no_resume)
     _show_plan(job, every_module=False)
     if dry_run:
         _show_coverage(job)
@@ -258,7 +260,7 @@ def convert_command(
     """
     changes = _changes(None, None, None, None, None, None, dtype, adapter)
     job = _prepare(model, "none.yaml", None, out, False, "cpu", None, changes, keep_codes=True)
-    _check_ready(job, overwrite=overwrite)
+    _check_ready(job, overwrite=overwrite, is_fresh=no_resume)
     _carry_out(job, overwrite=overwrite, resume=not no_resume)
 
 
@@ -397,10 +399,15 @@ def _calibrate(job: Job) -> Calibration:
     return calibration
 
 
-def _check_ready(job: Job, *, overwrite: bool) -> None:
-    """Refuse what cannot be carried out before a long plan is printed above the error."""
-    from quant.api import check_calibration, check_out
+def _check_ready(job: Job, *, overwrite: bool, is_fresh: bool) -> None:
+    """Refuse what cannot be carried out before a long plan is printed above the error; end here
+    when this very command has made its artifact: whoever restarts a killed run cannot know."""
+    from quant.api import check_calibration, check_out, is_done
 
+    if not (overwrite or is_fresh) and is_done(job):
+        done = f"nothing left to do: {job.out} is the complete artifact of this very command"
+        err_console.print(f"{done} (--overwrite makes it anew)", markup=False, soft_wrap=True)
+        raise typer.Exit
     check_out(job, overwrite=overwrite)
     check_calibration(job)
 
@@ -445,7 +452,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # passive under load.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        code = app(args=arguments, standalone_mode=False, prog_name="quantize") or 0
+        with raised_sigterm():
+            code = app(args=arguments, standalone_mode=False, prog_name="quantize") or 0
+    except (KeyboardInterrupt, Terminated) as end:
+        code = EXIT_TERMINATED if isinstance(end, Terminated) else EXIT_INTERRUPTED
     except USAGE_ERROR as error:
         sys.exit(_fail(f"{error.format_message()} (quantize --help shows every option)"))
     except (QuantError, ArtifactError) as error:
@@ -454,7 +464,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_fail(f"{error.filename or 'the output'}: {error.strerror or error}"))
     except MemoryError:
         sys.exit(_fail("out of memory; use fewer --samples or shorter --max-tokens"))
-    if code == EXIT_INTERRUPTED:  # typer's answer to Ctrl-C
+    if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):  # the former is typer's answer to Ctrl-C
         _fail("interrupted; finished layers are kept, and the same command goes on from there")
     sys.exit(code)
 

@@ -25,7 +25,15 @@ from quant.pipeline import (
     start_job,
 )
 from quant.plan import Plan, check_fused
-from quant.provenance import finish, job_identity, read_results, stage_files, store_results
+from quant.provenance import (
+    Describe,
+    finish,
+    job_identity,
+    no_texts,
+    read_results,
+    stage_files,
+    store_results,
+)
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
 
@@ -57,6 +65,7 @@ def convert(
     progress: Progress | None = None,
     overwrite: bool = False,
     resume: bool = True,
+    describe: Describe = no_texts,
 ) -> RunReport:
     """Seal the artifact of `source` at `out`. Raises what `quant.pipeline.run` raises."""
     clock, shown = Clock(), progress or Silent()
@@ -77,7 +86,7 @@ def convert(
         clock.lap("convert")
         return finish(
             source, plan, recipe, None, writer, probe, job.results,
-            seconds=clock.seconds, resumed=resumed, device="cpu",
+            seconds=clock.seconds, resumed=resumed, device="cpu", describe=describe,
         )  # fmt: skip
 
 

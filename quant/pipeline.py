@@ -47,7 +47,15 @@ from quant.layer_job import (
 from quant.methods.gptq import GPTQSettings
 from quant.modelling import HEAD, Skeleton, linear_of
 from quant.plan import Plan
-from quant.provenance import finish, job_identity, read_results, stage_files, store_results
+from quant.provenance import (
+    Describe,
+    finish,
+    job_identity,
+    no_texts,
+    read_results,
+    stage_files,
+    store_results,
+)
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
 from quant.smooth_layer import LayerTensors, SmoothSettings, smooth_layer
@@ -118,11 +126,13 @@ def run(
     progress: Progress | None = None,
     overwrite: bool = False,
     resume: bool = True,
+    describe: Describe = no_texts,
 ) -> RunReport:
     """Carry out `plan` on `source` and seal the artifact at `out`.
 
     A partial run of the same job (model, recipe, calibration, versions, device, threads) is taken
-    up again unless `resume` is False. Raises PipelineError (calibration missing), SourceError
+    up again unless `resume` is False. `describe` makes the files beside the weights that tell of
+    the run; they appear with the artifact. Raises PipelineError (calibration missing), SourceError
     (weights or activations that are not finite), SchemeError (a scale that does not fit, module
     named) and StorageError; none of them leaves anything at `out`.
     """
@@ -140,7 +150,7 @@ def run(
         clock.lap("head and probe")
         return finish(
             source, plan, recipe, calibration, writer, probe, job.results,
-            seconds=clock.seconds, resumed=resumed, device=device,
+            seconds=clock.seconds, resumed=resumed, device=device, describe=describe,
         )  # fmt: skip
 
 

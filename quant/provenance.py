@@ -12,7 +12,7 @@ import json
 import platform
 import resource
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,6 +39,14 @@ from quant.checkpoint import Source
 from quant.plan import Plan
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
+
+# Texts by file name that are made of a run's report and lie beside its artifact.
+Describe = Callable[[RunReport], Mapping[str, str]]
+
+
+def no_texts(report: RunReport) -> Mapping[str, str]:
+    """A Describe that makes nothing."""
+    return {}
 
 
 def package_version() -> str:
@@ -82,6 +90,20 @@ def job_identity(
         "calibration": None if calibration is None else calibration.digest,
         "tools": tools(device),
     }
+
+
+def is_made_by(manifest: Manifest, identity: Mapping[str, Any]) -> bool:
+    """Whether an artifact with this manifest is the one that the job of `identity` makes."""
+    calibration = manifest.calibration
+    found = {
+        "source": manifest.source.digest,
+        "recipe": manifest.recipe.sha256,
+        "overrides": manifest.recipe.overrides,
+        "calibration": None if calibration is None else calibration.digest,
+        "tools": manifest.tools,
+    }
+    wanted = json.loads(json.dumps({key: identity[key] for key in found}))
+    return bool(json.loads(json.dumps(found)) == wanted)
 
 
 def make_manifest(
@@ -173,16 +195,45 @@ def finish(
     seconds: Mapping[str, float],
     resumed: int,
     device: str,
+    describe: Describe,
 ) -> RunReport:
-    """Seal, and report."""
+    """Seal, and report: what `describe` makes of the report appears with the artifact."""
     manifest = make_manifest(source, plan, recipe, calibration, probe, results, device)
-    artifact = writer.seal(manifest, make_config(source, plan))
+    reports: list[RunReport] = []
+
+    def texts(artifact: Artifact) -> Mapping[str, str]:
+        reports.append(
+            make_report(
+                source, plan, recipe, calibration, writer.out, artifact, results,
+                seconds=seconds, resumed=resumed, device=device,
+            )
+        )  # fmt: skip
+        return describe(reports[0])
+
+    writer.seal(manifest, make_config(source, plan), texts)
+    return reports[0]
+
+
+def make_report(
+    source: Source,
+    plan: Plan,
+    recipe: Recipe,
+    calibration: Calibration | None,
+    out: Path,
+    artifact: Artifact,
+    results: Mapping[str, ModuleResult],
+    *,
+    seconds: Mapping[str, float],
+    resumed: int,
+    device: str,
+) -> RunReport:
+    """What was done. `artifact` may still be staged; `out` is where it will be."""
     return RunReport(
         model=source.name,
         adapter=source.merged.name if source.merged else None,
         architecture=plan.architecture,
         recipe=recipe.name,
-        artifact=str(artifact.path),
+        artifact=str(out),
         artifact_digest=artifact.digest,
         dtype=plan.dtype,
         source_bytes=source.num_bytes,

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -178,6 +179,13 @@ def _free_bytes(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
+def _limit() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return "a limit of the file system"
+    return f"`ulimit -f`: {limit:,} bytes"
+
+
 def _disk_full(path: Path, needed: int, free: int) -> StorageError:
     other = ", so inodes or a quota ran out" if free >= needed else ""
     return StorageError(
@@ -194,4 +202,9 @@ def storage_errors(path: Path, needed: int = 0) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(path, needed, _free_bytes(path)) from error
+        if error.errno == errno.EFBIG:
+            raise StorageError(
+                f"{path} needs {needed:,} bytes, more than a file may have ({_limit()}). Raise the "
+                "limit and run the same command again: finished shards are kept"
+            ) from error
         raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error

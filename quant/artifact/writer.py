@@ -14,7 +14,7 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -48,6 +48,7 @@ from quant.artifact.manifest import (
 from quant.artifact.store import DTYPES, INDEX_NAME
 
 _STAGED = re.compile(r"lock|work|artifact|replaced|sealed|\..*\.tmp|shard-\d+\.json")
+_SEALED = "sealed"
 _WRITTEN_BY_SEAL = (CONFIG_NAME, INDEX_NAME, MANIFEST_NAME)
 
 
@@ -132,26 +133,34 @@ class ArtifactWriter:
             raise ValueError(f"{name!r} cannot be added: it is written by seal() or lies elsewhere")
         write_file(self._files / name, data)
 
-    def seal(self, manifest: Manifest, config: Mapping[str, Any]) -> Artifact:
+    def seal(
+        self,
+        manifest: Manifest,
+        config: Mapping[str, Any],
+        describe: Callable[[Artifact], Mapping[str, str]] | None = None,
+    ) -> Artifact:
         """Complete the artifact, check it, move it to `out` and open it there.
 
         Fills in the manifest's tensors and files; `config` is the model's config.json, whose
-        quantization_config is made here. Raises the ArtifactError of whatever is inconsistent, in
-        which case `out` is as it was.
+        quantization_config is made here. `describe` makes texts outside the digest (reports, the
+        card) of what is complete but not yet at `out`, so that they appear with it. Raises the
+        ArtifactError of whatever is inconsistent, in which case `out` is as it was.
         """
         try:
-            digest = self._complete(manifest, config)
+            complete = self._complete(manifest, config)
+            for name, text in (describe(complete) if describe else {}).items():
+                self.write_file(name, text.encode())
         except BaseException:
             for name in _WRITTEN_BY_SEAL:  # nobody may take what is staged for a model
                 (self._files / name).unlink(missing_ok=True)
             raise
-        write_file(self._sealed_marker, digest.encode())
+        write_file(self._sealed_marker, complete.digest.encode())
         move_into_place(self._files, self.out, self._staging / "replaced")
         self._remove_staging()
         return open_artifact(self.out)
 
-    def _complete(self, manifest: Manifest, config: Mapping[str, Any]) -> str:
-        """Write config, index and manifest; check the whole; return the digest."""
+    def _complete(self, manifest: Manifest, config: Mapping[str, Any]) -> Artifact:
+        """Write config, index and manifest; check the whole and return it as it is staged."""
         shards = self._load_records()
         tensors = self._tensors(shards)
         self._write_json(CONFIG_NAME, self._config(manifest, config))
@@ -161,7 +170,7 @@ class ArtifactWriter:
         write_file(self._files / MANIFEST_NAME, sealed.to_bytes())
         artifact = open_artifact(self._files)
         artifact.reader.close()
-        return artifact.digest
+        return artifact
 
     def discard(self) -> None:
         """Give the job up: remove the staging folder. `out` is as it was."""
@@ -173,7 +182,7 @@ class ArtifactWriter:
 
     @property
     def _sealed_marker(self) -> Path:
-        return self._staging / "sealed"
+        return self._staging / _SEALED
 
     def _shard_path(self, index: int) -> Path:
         return self._files / shard_name(index, self.num_shards)
@@ -194,30 +203,21 @@ class ArtifactWriter:
         if job_path.is_file() and job_path.read_bytes() != wanted:
             if not overwrite:
                 raise StorageError(_other_job(self._staging, job_path, identity))
-            self._clear()
+            _clear(self._staging)
         if not job_path.is_file():
             _check_ours(self._staging)
-            self._clear()
+            _clear(self._staging)
             write_file(job_path, wanted)
         make_directory(self._files)
         remove_unfinished(self._files)
 
     def _clear_finished(self) -> None:
         """Drop the leftovers of a job that was killed after its artifact had been moved to out."""
-        marker, manifest = self._sealed_marker, self.out / MANIFEST_NAME
-        is_moved = marker.is_file() and manifest.is_file()
-        if is_moved and sha256_of(manifest) == marker.read_text():
-            self._clear()
-
-    def _clear(self) -> None:
-        with storage_errors(self._staging):
-            for path in self._staging.iterdir():
-                if path.is_dir():
-                    remove_tree(path)
-                elif path.name != "lock":
-                    path.unlink()
+        if _is_leftover(self._staging, self.out):
+            _clear(self._staging)
 
     def _remove_staging(self) -> None:
+        _clear(self._staging)
         remove_tree(self._staging)
         self.close()
 
@@ -260,6 +260,43 @@ class ArtifactWriter:
 
     def _write_json(self, name: str, data: Any) -> None:
         write_file(self._files / name, canonical_json(data))
+
+
+def clear_leftovers(out: Path) -> None:
+    """Remove what a run left beside `out` that was killed after its artifact had been moved there.
+
+    A staging folder of anything else stays. StorageError while another process writes `out`.
+    """
+    staging = out.with_name(out.name + STAGING_SUFFIX)
+    if not staging.is_dir():
+        return
+    lock = _lock(staging / "lock", out)
+    try:
+        if _is_leftover(staging, out):
+            _clear(staging)
+            remove_tree(staging)
+    finally:
+        os.close(lock)
+
+
+def _is_leftover(staging: Path, out: Path) -> bool:
+    """Whether `staging` only had to be removed: what was staged in it is the artifact at `out`."""
+    marker, manifest = staging / _SEALED, out / MANIFEST_NAME
+    if not manifest.is_file():
+        return False
+    if {path.name for path in staging.iterdir()} <= {"lock"}:
+        return True
+    return marker.is_file() and sha256_of(manifest) == marker.read_text()
+
+
+def _clear(staging: Path) -> None:
+    """Empty a staging folder but for its lock; the mark of a finished job goes last."""
+    with storage_errors(staging):
+        for path in sorted(staging.iterdir(), key=lambda path: path.name == _SEALED):
+            if path.is_dir():
+                remove_tree(path)
+            elif path.name != "lock":
+                path.unlink()
 
 
 def _index(tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:

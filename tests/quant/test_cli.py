@@ -128,9 +128,12 @@ def test_the_whole_command(quantize: Run, small_run: tuple[object, ...], tmp_pat
     assert recipe.overrides == {"calibration.samples": 4, "calibration.max_tokens": 64}
 
     again = quantize(*small_run, "--out", "art")
-    assert again[0] == 2
-    assert "--overwrite" in again[2]
-    assert again[1] == "", "refused before the plan is printed"
+    assert again[0] == 0, "a run that is restarted after its end has nothing to do"
+    assert "nothing left to do" in again[2]
+    other = quantize(*small_run, "--seed", 1, "--out", "art")
+    assert other[0] == 2
+    assert "--overwrite" in other[2]
+    assert other[1] == "", "refused before the plan is printed"
     planned = quantize(*small_run, "--out", "art", "--dry-run")
     assert planned[0] == 0
     assert "bits over the whole model" in planned[1]
