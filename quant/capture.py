@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from quant.errors import NonFiniteError
+from quant.modelling import AttentionCall
 
 # Below this many inputs a Hessian is summed in float64: it costs nothing there.
 FLOAT64_BELOW = 512
@@ -238,6 +239,20 @@ def collect_kv(
         largest = [torch.maximum(a, b) for a, b in zip(largest or tops, tops, strict=True)]
     key, value = largest
     return key, value
+
+
+def watched_call(
+    attention: nn.Module, reader: nn.Module, run: Callable[[], object]
+) -> AttentionCall:
+    """What `attention` is called with during `run()`, which ends where `reader` is reached."""
+    seen: list[AttentionCall] = []
+    attention.attention_watch = seen.append  # type: ignore[assignment]
+    try:
+        first_input(reader, run)
+    finally:
+        del attention.attention_watch
+    assert seen, "attention was never called"
+    return seen[0]
 
 
 @contextmanager

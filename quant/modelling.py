@@ -118,18 +118,70 @@ def check_family(config: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def tapped_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """SDPA attention that first shows post-rope keys and values to the module's `kv_tap`, if any.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """What a layer's attention was called with, so that some of its queries can be answered again.
 
-    key, value: [B, kv heads, T, head dim]; the tap returns what attention shall use.
+    query [B, heads, T, D], key and value [B, kv heads, T, D] after rope; mask [B or 1, 1, T, T],
+    True where a query sees a key; options: whatever else the family's attention is told.
     """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor
+    options: Mapping[str, Any]
+
+    def answer(self, rows: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Output [B, R, heads, D] float32 of the queries at `rows` [R] with these keys and values,
+        shaped as the call's own."""
+        output, _ = sdpa_attention_forward(
+            self.module, self.query[:, :, rows].float(), key.float(), value.float(),
+            self.mask[:, :, rows], **self.options, is_causal=False,
+        )  # fmt: skip
+        answer: Tensor = output
+        return answer
+
+
+def tapped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """SDPA attention with two holes in it, attributes of the module where there are any.
+
+    `kv_tap` is shown post-rope keys and values [B, kv heads, T, head dim] and returns what
+    attention shall use. `attention_watch` is told the whole call before.
+    """
+    watch: Callable[[AttentionCall], None] | None = getattr(module, "attention_watch", None)
+    if watch is not None:
+        watch(_call(module, query, key, value, attention_mask, kwargs))
     tap: KVTap | None = getattr(module, "kv_tap", None)
     if tap is not None:
         key, value = tap(key, value)
-    output, _ = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return output, None
+
+
+def _call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: Mapping[str, Any],
+) -> AttentionCall:
+    if mask is None:  # every token sees itself and all before it
+        size = query.shape[2]
+        mask = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()[None, None]
+    others = {name: value for name, value in options.items() if name != "is_causal"}
+    return AttentionCall(
+        module=module, query=query, key=key, value=value, mask=mask, options=others
+    )
 
 
 AttentionInterface.register(ATTENTION, tapped_attention)

@@ -352,10 +352,10 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
             stored.update(stored_parts(name, outcome.weight))
         if job.plan.kv_cache != "none" and stage is stages[0]:
             scales = choose_scales(
-                layer, windows, run_layer, job.settings.dtype,
+                layer, [windows], run_layer, job.settings.dtype,
                 by_head=job.plan.kv_cache == "fp8-head",
             )  # fmt: skip
-            stored.update(zip(scale_names(prefix), scales, strict=True))
+            stored.update(zip(scale_names(prefix), (scales.key, scales.value), strict=True))
     return stored, results
 
 
