@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from quant.errors import NonFiniteError
 from quant.modelling import AttentionCall
+from quant.parallel import Ranks, Single
 
 # Below this many inputs a Hessian is summed in float64: it costs nothing there.
 FLOAT64_BELOW = 512
@@ -46,14 +47,20 @@ class Stream:
     """Batches and their hidden states [B, T, H] at the point the pipeline has reached, on `home`.
 
     `home` is the device that computes while that has the room, else the CPU (`choose_home`).
+    Where several `ranks` work together, each has a share of the batches, and statistics are of all.
     """
 
     batches: list[Batch]
     hidden: list[Tensor] = field(default_factory=list)
     home: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    ranks: Ranks = field(default_factory=Single)
 
     def __iter__(self) -> Iterator[tuple[Batch, Tensor]]:
         return iter(zip(self.batches, self.hidden, strict=True))
+
+    def num_tokens(self) -> int:
+        """Valid tokens of all ranks."""
+        return self.ranks.total(sum(int(batch.mask.sum()) for batch in self.batches))
 
     def advance(self, run: Callable[[Tensor, Tensor], Tensor], where: str) -> None:
         """Replace each hidden state by `run(hidden, mask)`; NonFiniteError names a bad sample."""
@@ -73,12 +80,16 @@ def choose_home(batches: Sequence[Batch], width: int, dtype: torch.dtype, device
     return device if 3 * num_bytes <= free else "cpu"
 
 
-def make_batches(windows: Sequence[Sequence[int]], batch_tokens: int) -> list[Batch]:
+def make_batches(
+    windows: Sequence[Sequence[int]], batch_tokens: int, chosen: Sequence[int] | None = None
+) -> list[Batch]:
     """Windows sorted by length, padded into batches of at most `batch_tokens`, padding included.
 
-    A window longer than that is a batch of its own. The order depends on the windows only.
+    chosen: which windows (None: all). A window longer than that is a batch of its own. The order
+    depends on the windows only.
     """
-    order = sorted(range(len(windows)), key=lambda i: (len(windows[i]), i))
+    indices = range(len(windows)) if chosen is None else chosen
+    order = sorted(indices, key=lambda i: (len(windows[i]), i))
     groups: list[list[int]] = []
     for i in order:
         if groups and (len(groups[-1]) + 1) * len(windows[i]) <= batch_tokens:
@@ -164,6 +175,16 @@ class InputStatistics:
         return (self.square_sum / max(self.num_tokens, 1)).float()
 
 
+def share_statistics(statistics: Sequence[InputStatistics], ranks: Ranks) -> None:
+    """Make statistics of a rank's tokens those of all ranks' tokens. In float32 or wider."""
+    counts = torch.tensor([each.num_tokens for each in statistics])
+    sums = [tensor for each in statistics for tensor in (each.hessian, each.square_sum)]
+    ranks.add(counts, *sums)
+    ranks.largest(*(each.absmax for each in statistics))
+    for each, count in zip(statistics, counts.tolist(), strict=True):
+        each.num_tokens = count
+
+
 class _Reached(Exception):
     """The forward pass got to the module whose input was wanted: no need to go on."""
 
@@ -189,6 +210,7 @@ def collect_inputs(
         inputs = first_input(module, partial(run, hidden, batch.mask))
         check_finite(inputs, batch, f"the input of {name}")
         statistics.add(inputs[batch.mask.to(inputs.device)])
+    share_statistics([statistics], stream.ranks)
     return statistics
 
 
@@ -238,6 +260,7 @@ def collect_kv(
         tops = [s.transpose(1, 2)[valid].abs().amax((0, 2)).float().cpu() for s in seen[0]]
         largest = [torch.maximum(a, b) for a, b in zip(largest or tops, tops, strict=True)]
     key, value = largest
+    stream.ranks.largest(key, value)
     return key, value
 
 

@@ -17,10 +17,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quant.capture import Batch, InputStatistics, Stream, check_finite, first_arguments
+from quant.capture import (
+    Batch,
+    InputStatistics,
+    Stream,
+    check_finite,
+    first_arguments,
+    share_statistics,
+)
 from quant.errors import NonFiniteError
 from quant.experts import Expert, Experts
-from quant.layer_job import MethodSettings, ModuleOutcome, Run, quantize_modules
+from quant.layer_job import MethodSettings, Run, choose_codes, install_all
+from quant.outcome import ModuleOutcome, dealt
 from quant.plan import PlanRow
 
 # Below one in 200 of all tokens, or one token per 8 inputs, an expert counts as starved.
@@ -48,30 +56,34 @@ def quantize_experts(
             by_expert.setdefault(int(row.module.split(".")[-2]), []).append(row)
     outcomes: dict[str, ModuleOutcome] = {}
     if not any(row.statistics != "none" for row in rows):
-        for group in by_expert.values():
-            outcomes.update(quantize_modules(group, linears, weights, None, settings))
+        outcomes = dealt(
+            stream.ranks, list(by_expert),
+            lambda expert: choose_codes(by_expert[expert], linears, weights, None, settings),
+        )  # fmt: skip
+        install_all(linears, outcomes)
         return outcomes
     columns = max(row.shape[1] for row in rows)
     is_inner = _is_down(rows[0], experts)
-    floor = token_floor(stream, columns)
+    total = stream.num_tokens()
+    floor = token_floor(total, columns)
     for chunk in _chunks(list(by_expert), columns):
         found = collect_expert_inputs(
             experts, chunk, stream, run, columns, is_inner=is_inner, floor=floor
         )
-        for expert in chunk:
-            statistics, seen = found.pop(expert)
-            group = by_expert[expert]
-            outcome = quantize_modules(group, linears, weights, statistics, settings)
-            outcomes.update(
-                {name: _count(part, seen, floor, stream) for name, part in outcome.items()}
-            )
+
+        def work(expert: int) -> dict[str, ModuleOutcome]:
+            statistics, seen = found.pop(expert)  # noqa: B023 - called within the iteration
+            chosen = choose_codes(by_expert[expert], linears, weights, statistics, settings)
+            return {name: _count(part, seen, floor, total) for name, part in chosen.items()}
+
+        outcomes.update(dealt(stream.ranks, chunk, work))
+    install_all(linears, outcomes)
     return outcomes
 
 
-def token_floor(stream: Stream, columns: int) -> int:
-    """Tokens below which an expert's own statistics are topped up."""
-    share = SHARE_FLOOR * sum(int(batch.mask.sum()) for batch in stream.batches)
-    return max(1, columns // INPUTS_PER_TOKEN, round(share))
+def token_floor(total: int, columns: int) -> int:
+    """Tokens below which an expert's own statistics are topped up, of `total` in the layer."""
+    return max(1, columns // INPUTS_PER_TOKEN, round(SHARE_FLOOR * total))
 
 
 def collect_expert_inputs(
@@ -94,6 +106,7 @@ def collect_expert_inputs(
         for e in wanted:
             sent = hidden[(index == e).any(-1)]
             own[e].add(_read(experts[e], sent, batch, is_inner))
+    share_statistics([own[e] for e in wanted], stream.ranks)
     seen = {e: statistics.num_tokens for e, statistics in own.items()}
     starved = [e for e in wanted if seen[e] < floor]
     if starved:
@@ -112,6 +125,7 @@ def _of_all_tokens(
     for batch, hidden, _ in _routed(experts, stream, run):
         for e in kinds:
             found[e].add(_read(experts[e], hidden, batch, is_inner, must_be_finite=False))
+    share_statistics([found[e] for e in kinds], stream.ranks)
     return found if is_inner else dict.fromkeys(starved, found[starved[0]])
 
 
@@ -167,11 +181,10 @@ def _chunks(experts: Sequence[int], columns: int) -> list[Sequence[int]]:
     return [experts[start : start + size] for start in range(0, len(experts), size)]
 
 
-def _count(part: ModuleOutcome, seen: int, floor: int, stream: Stream) -> ModuleOutcome:
+def _count(part: ModuleOutcome, seen: int, floor: int, total: int) -> ModuleOutcome:
     """The outcome with its tokens, and a note where they were too few."""
     note = part.result.note
     if seen < floor:
-        total = sum(int(batch.mask.sum()) for batch in stream.batches)
         few = f"saw {seen} of {total} tokens, fewer than {floor}: topped up with the layer's"
         note = "; ".join(filter(None, (note, few)))
     result = replace(part.result, tokens_seen=seen, is_starved=seen < floor, note=note)

@@ -14,26 +14,20 @@ from torch import Tensor
 
 from quant.foreign import QuantizedSource
 from quant.layer_job import stored_parts
+from quant.layer_store import LayerStore
+from quant.parallel import Single
 from quant.pipeline import (
     Clock,
     Job,
     Progress,
     Silent,
     advance,
-    finish_outer,
     open_writer,
+    run_probe,
     start_job,
 )
 from quant.plan import Plan, check_fused
-from quant.provenance import (
-    Describe,
-    finish,
-    job_identity,
-    no_texts,
-    read_results,
-    stage_files,
-    store_results,
-)
+from quant.provenance import Describe, finish, job_identity, no_texts, stage_files
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
 
@@ -68,12 +62,16 @@ def convert(
     describe: Describe = no_texts,
 ) -> RunReport:
     """Seal the artifact of `source` at `out`. Raises what `quant.pipeline.run` raises."""
-    clock, shown = Clock(), progress or Silent()
+    clock, shown, alone = Clock(), progress or Silent(), Single()
     identity = job_identity(source, plan, recipe, None, "cpu")
-    with open_writer(source, plan, out, identity, overwrite=overwrite, resume=resume) as writer:
-        resumed = len(writer.committed)
+    with open_writer(
+        source, plan, out, identity, overwrite=overwrite, resume=resume, ranks=alone
+    ) as writer:
+        assert writer is not None, "the only rank writes"
+        store = LayerStore(writer, alone)
+        resumed = len(store.committed)
         stage_files(source, recipe, writer)
-        job = start_job(source, plan, recipe, None, writer, "cpu")
+        job = start_job(source, plan, recipe, None, store, "cpu", alone)
         shown.start(plan.num_layers)
         for index in range(plan.num_layers):
             shown.layer(index, f"layer {index + 1} of {plan.num_layers}")
@@ -81,8 +79,7 @@ def convert(
             advance(job, index, _written(job, source, index, index + 1, names))
         shown.done()
         outer = (*job.skeleton.outer_names(), *source.extra_names())
-        _written(job, source, None, 0, outer)
-        probe = finish_outer(job)
+        probe = run_probe(job, _written(job, source, None, 0, outer))
         clock.lap("convert")
         return finish(
             source, plan, recipe, None, writer, probe, job.results,
@@ -94,12 +91,10 @@ def _written(
     job: Job, source: QuantizedSource, layer: int | None, shard: int, names: tuple[str, ...]
 ) -> dict[str, Tensor]:
     """The tensors of a shard as they are on disk, written now or by an earlier run."""
-    if shard not in job.writer.committed:
-        tensors, results = _read(job, source, layer, names)
-        store_results(job.writer, shard, results)
-        job.writer.write_shard(shard, tensors)
-    job.results.update(read_results(job.writer, shard))
-    return job.writer.read_shard(shard)
+    if shard not in job.store.committed:
+        job.store.commit(shard, *_read(job, source, layer, names))
+    job.results.update(job.store.results(shard))
+    return job.store.read(shard)
 
 
 def _read(

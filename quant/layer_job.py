@@ -8,9 +8,9 @@ layouts, but no files: tensors come in and go out by checkpoint name.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from quant.artifact.errors import SchemeError
 from quant.artifact.layout import (
     QuantizedWeight,
-    allowed_dtypes,
     dequantize,
     fake_quantize_activations,
     from_tensors,
     tensor_names,
-    tensor_shapes,
     to_tensors,
 )
 from quant.artifact.scheme import ActivationScheme, Scheme
@@ -34,7 +32,9 @@ from quant.methods.clip import clip
 from quant.methods.gptq import GPTQInfo, GPTQSettings, gptq, relative_output_error
 from quant.methods.rtn import rtn
 from quant.methods.scales import revive_squares
+from quant.outcome import ModuleOutcome, can_cut, cut, dealt, stored_bytes
 from quant.outliers import input_outliers, weight_outliers
+from quant.parallel import Ranks
 from quant.plan import PlanRow
 from quant.report import ModuleResult
 
@@ -47,14 +47,6 @@ class MethodSettings:
 
     dtype: torch.dtype
     gptq: GPTQSettings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleOutcome:
-    """A quantized module: its codes and the row of the report."""
-
-    weight: QuantizedWeight
-    result: ModuleResult
 
 
 def quantize_stage(
@@ -78,7 +70,7 @@ def quantize_stage(
         statistics = collect_inputs(
             linears[first], stream, run, first, needs_hessian="hessian" in wanted
         )
-    return quantize_modules(active, linears, weights, statistics, settings)
+    return quantize_modules(active, linears, weights, statistics, settings, stream.ranks)
 
 
 def quantize_modules(
@@ -87,14 +79,51 @@ def quantize_modules(
     weights: Mapping[str, Tensor],
     statistics: InputStatistics | None,
     settings: MethodSettings,
+    ranks: Ranks,
 ) -> dict[str, ModuleOutcome]:
-    """Quantize modules that share an input with these statistics of it, and install the result."""
+    """Quantize modules that share an input with these statistics of it, and install the result.
+    The ranks share the work."""
+
+    def work(part: Sequence[PlanRow], pieces: Mapping[str, Tensor]) -> dict[str, ModuleOutcome]:
+        return _quantize_group(part, linears, pieces, statistics, settings)
+
+    outcomes: dict[str, ModuleOutcome] = {}
+    for group in _alike(rows):
+        if ranks.size > 1 and can_cut(group):
+            outcomes.update(cut(ranks, group, weights, work, partial(_energy, statistics)))
+        else:
+            outcomes.update(dealt(ranks, [group], lambda rows: work(rows, weights)))
+    install_all(linears, outcomes)
+    return outcomes
+
+
+def install_all(linears: Mapping[str, nn.Linear], outcomes: Mapping[str, ModuleOutcome]) -> None:
+    """Make the linears compute as the runtime will."""
+    for name, outcome in outcomes.items():
+        install(linears[name], outcome.weight)
+
+
+def choose_codes(
+    rows: Sequence[PlanRow],
+    linears: Mapping[str, nn.Linear],
+    weights: Mapping[str, Tensor],
+    statistics: InputStatistics | None,
+    settings: MethodSettings,
+) -> dict[str, ModuleOutcome]:
+    """`quantize_modules` on one rank, nothing installed."""
     outcomes: dict[str, ModuleOutcome] = {}
     for group in _alike(rows):
         outcomes.update(_quantize_group(group, linears, weights, statistics, settings))
-    for name, outcome in outcomes.items():
-        install(linears[name], outcome.weight)
     return outcomes
+
+
+def _energy(statistics: InputStatistics | None, weight: Tensor) -> float:
+    """Squared norm of these rows' outputs over the calibration tokens, or of the rows: what their
+    relative error is relative to."""
+    if statistics is None or not statistics.needs_hessian:
+        return float(weight.float().square().sum())
+    rows = weight.to(statistics.hessian.device).float()
+    return float(((rows @ statistics.hessian.float()) * rows).sum())
 
 
 def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
@@ -183,7 +212,7 @@ def _result(
         shape=row.shape,
         scheme=row.scheme.label,
         method="rtn" if fell_back else row.method,
-        bytes=_stored_bytes(weight),
+        bytes=stored_bytes(weight),
         rel_error=error,
         error_of="weights" if hessian is None else "outputs",
         damping=info.damping if info else None,
@@ -211,16 +240,6 @@ def _weight_error(weight: QuantizedWeight, original: Tensor) -> float:
 def stored_parts(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """A module's tensors under their checkpoint names, in host memory; packed where they are."""
     return {f"{name}.{leaf}": tensor.cpu() for leaf, tensor in to_tensors(weight).items()}
-
-
-def _stored_bytes(weight: QuantizedWeight) -> int:
-    """Bytes of `stored_parts`, without making them."""
-    total = 0
-    for leaf, shape in tensor_shapes(weight.scheme, weight.shape).items():
-        is_scale = leaf == "weight_scale"
-        dtype = weight.scale.dtype if is_scale else allowed_dtypes(weight.scheme, leaf)[0]
-        total += math.prod(shape) * dtype.itemsize
-    return total
 
 
 def install(linear: nn.Linear, weight: QuantizedWeight) -> None:

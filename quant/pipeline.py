@@ -44,18 +44,12 @@ from quant.layer_job import (
     quantize_stage,
     stored_parts,
 )
+from quant.layer_store import LayerStore
 from quant.methods.gptq import GPTQSettings
 from quant.modelling import HEAD, Skeleton, linear_of
+from quant.parallel import Ranks, Single, share_of
 from quant.plan import Plan
-from quant.provenance import (
-    Describe,
-    finish,
-    job_identity,
-    no_texts,
-    read_results,
-    stage_files,
-    store_results,
-)
+from quant.provenance import Describe, finish, job_identity, no_texts, stage_files
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
 from quant.smooth_layer import LayerTensors, SmoothSettings, smooth_layer
@@ -66,6 +60,8 @@ PROBE_TEXTS = (
     '{"name": "Acme", "total":',
     "The customer asked when the parcel would arrive, and the agent replied",
 )
+# What several ranks can share: their statistics are sums over tokens.
+SHARED_METHODS = frozenset({"none", "rtn", "gptq", "awq"})
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -94,12 +90,13 @@ class Silent:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """What one run works with. `calibration` is None when no method needs statistics."""
+    """What one run works with. `calibration` is None when no method needs statistics. Of both
+    streams each rank has its share (of the probe, rank 0 has all)."""
 
     source: Source
     plan: Plan
     skeleton: Skeleton
-    writer: ArtifactWriter
+    store: LayerStore
     settings: MethodSettings
     smooth: SmoothSettings | None
     calibration: Stream | None
@@ -127,31 +124,46 @@ def run(
     overwrite: bool = False,
     resume: bool = True,
     describe: Describe = no_texts,
+    ranks: Ranks | None = None,
 ) -> RunReport:
     """Carry out `plan` on `source` and seal the artifact at `out`.
 
+    ranks: the processes that do this together, each calling `run` (None: this one alone).
     A partial run of the same job (model, recipe, calibration, versions, device, threads) is taken
     up again unless `resume` is False. `describe` makes the files beside the weights that tell of
     the run; they appear with the artifact. Raises PipelineError (calibration missing), SourceError
     (weights or activations that are not finite), SchemeError (a scale that does not fit, module
     named) and StorageError; none of them leaves anything at `out`.
     """
-    clock = Clock()
+    clock, ranks = Clock(), ranks or Single()
     check_run(source, plan, calibration)
-    identity = job_identity(source, plan, recipe, calibration, device)
-    with open_writer(source, plan, out, identity, overwrite=overwrite, resume=resume) as writer:
-        resumed = len(writer.committed)
-        stage_files(source, recipe, writer)
-        job = start_job(source, plan, recipe, calibration, writer, device)
+    check_ranks(plan, calibration, ranks)
+    identity = job_identity(source, plan, recipe, calibration, device, ranks.size)
+    ranks.agree("job", identity)
+    with open_writer(
+        source, plan, out, identity, overwrite=overwrite, resume=resume, ranks=ranks
+    ) as writer:
+        store = LayerStore(writer, ranks)
+        resumed = len(store.committed)
+        if writer is not None:
+            stage_files(source, recipe, writer)
+        job = start_job(source, plan, recipe, calibration, store, device, ranks)
         clock.lap("read and embed")
         quantize_layers(job, progress or Silent())
         clock.lap("layers")
-        probe = finish_outer(job)
-        clock.lap("head and probe")
-        return finish(
-            source, plan, recipe, calibration, writer, probe, job.results,
-            seconds=clock.seconds, resumed=resumed, device=device, describe=describe,
-        )  # fmt: skip
+        store_outer(job)
+
+        def seal() -> RunReport:
+            assert writer is not None
+            probe = run_probe(job, writer.read_shard(0))
+            clock.lap("head and probe")
+            return finish(
+                source, plan, recipe, calibration, writer, probe, job.results,
+                seconds=clock.seconds, resumed=resumed, device=device, ranks=ranks.size,
+                describe=describe,
+            )  # fmt: skip
+
+        return ranks.first(seal)
 
 
 class Clock:
@@ -186,9 +198,14 @@ def open_writer(
     *,
     overwrite: bool,
     resume: bool,
-) -> Iterator[ArtifactWriter]:
-    """The writer of this job. Faults of the input discard what was staged: a retry would meet them
-    again. After anything else (a full disk, a kill) the finished layers stay for the next run."""
+    ranks: Ranks,
+) -> Iterator[ArtifactWriter | None]:
+    """The writer of this job; None on other ranks than the first. Faults of the input, on any rank,
+    discard what was staged: a retry would meet them again. After anything else (a full disk, a
+    kill) the finished layers stay for the next run."""
+    if ranks.rank != 0:
+        yield None
+        return
 
     def make() -> ArtifactWriter:
         return ArtifactWriter(
@@ -225,6 +242,24 @@ def check_run(source: Source, plan: Plan, calibration: Calibration | None) -> No
         )
 
 
+def check_ranks(plan: Plan, calibration: Calibration | None, ranks: Ranks) -> None:
+    """PipelineError for what several ranks cannot do together."""
+    if ranks.size == 1:
+        return
+    alone = sorted({row.method for row in plan.rows} - SHARED_METHODS)
+    if alone:
+        raise PipelineError(
+            f"method {alone[0]} runs on one rank only (several can share "
+            f"{', '.join(sorted(SHARED_METHODS))}); leave --ranks away"
+        )
+    windows = 0 if calibration is None else len(calibration.samples)
+    if plan.needs_calibration and windows < ranks.size:
+        raise PipelineError(
+            f"{windows} calibration windows are too few for {ranks.size} ranks: each needs one at "
+            "least; use fewer ranks, or more --samples"
+        )
+
+
 def check_smoothing(plan: Plan) -> None:
     """PipelineError when the plan smooths a model whose folds are not known."""
     if plan.is_smoothed and plan.architecture not in MAPPINGS:
@@ -242,18 +277,23 @@ def start_job(
     plan: Plan,
     recipe: Recipe,
     calibration: Calibration | None,
-    writer: ArtifactWriter,
+    store: LayerStore,
     device: str,
+    ranks: Ranks,
 ) -> Job:
     """Embed the windows and the probe prompts; everything is then at the door of layer 0."""
     skeleton = source.skeleton if device == "cpu" else Skeleton(source.config, device)
     settings = MethodSettings(
         dtype=DTYPES[plan.dtype], gptq=GPTQSettings(**recipe.gptq.model_dump())
     )
-    streams = [Stream(batches=[Batch.single(i, ids) for i, ids in enumerate(probe_ids(source))])]
+    prompts = probe_ids(source) if ranks.rank == 0 else []
+    probe = [Batch.single(i, ids) for i, ids in enumerate(prompts)]
+    streams = [Stream(batches=probe, ranks=ranks)]
     if calibration is not None and needs_windows(plan):
-        batches = make_batches(calibration.samples, tokens_at_once(recipe, plan, device))
-        streams.append(Stream(batches=batches))
+        windows = calibration.samples
+        mine = share_of([len(ids) for ids in windows], ranks)
+        batches = make_batches(windows, tokens_at_once(recipe, plan, device), mine)
+        streams.append(Stream(batches=batches, ranks=ranks))
     embedding = stored_tensors(source, settings.dtype, ["model.embed_tokens.weight"])
     check_ids(source, streams)
     for stream in streams:
@@ -262,7 +302,7 @@ def start_job(
         ids = [batch.token_ids for batch in stream.batches]
         stream.hidden = skeleton.embed(embedding, ids, stream.home)
     return Job(
-        source=source, plan=plan, skeleton=skeleton, writer=writer, settings=settings,
+        source=source, plan=plan, skeleton=skeleton, store=store, settings=settings,
         smooth=SmoothSettings(**recipe.smooth.model_dump()) if plan.is_smoothed else None,
         calibration=streams[1] if len(streams) > 1 else None, probe=streams[0],
     )  # fmt: skip
@@ -281,7 +321,8 @@ def tokens_at_once(recipe: Recipe, plan: Plan, device: str) -> int:
 def check_ids(source: Source, streams: Sequence[Stream]) -> None:
     """SourceError when the tokenizer makes an id that the model has no embedding for."""
     rows = source.shape("model.embed_tokens.weight")[0]
-    largest = max(int(batch.token_ids.max()) for stream in streams for batch in stream.batches)
+    batches = [batch for stream in streams for batch in stream.batches]
+    largest = max((int(batch.token_ids.max()) for batch in batches), default=0)
     if largest >= rows:
         raise SourceError(
             f"{source.path}: the tokenizer makes the id {largest}, but the model has {rows} "
@@ -305,14 +346,10 @@ def probe_ids(source: Source) -> list[list[int]]:
 
 def stored_layer(job: Job, index: int) -> dict[str, Tensor]:
     """The tensors of layer `index` as they are on disk: quantized now, or by an earlier run."""
-    if index + 1 in job.writer.committed:
-        job.results.update(read_results(job.writer, index + 1))
-    else:
-        tensors, results = quantize_layer(job, index)
-        store_results(job.writer, index + 1, results)
-        job.writer.write_shard(index + 1, tensors)
-        job.results.update(results)
-    return job.writer.read_shard(index + 1)
+    if index + 1 not in job.store.committed:
+        job.store.commit(index + 1, *quantize_layer(job, index))
+    job.results.update(job.store.results(index + 1))
+    return job.store.read(index + 1)
 
 
 def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, ModuleResult]]:
@@ -442,17 +479,16 @@ def advance(job: Job, index: int, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def finish_outer(job: Job) -> ProbeRecord:
-    """Store embedding, norm, head and what the model class does not use; run the probe."""
-    outer = list(job.skeleton.outer_names())
-    rows = job.plan.layer_rows(None)
-    if 0 not in job.writer.committed:
-        tensors, results = quantize_outer(job, outer)
-        store_results(job.writer, 0, results)
-        job.writer.write_shard(0, tensors)
-    job.results.update(read_results(job.writer, 0))
-    stored = job.writer.read_shard(0)
-    schemes = {row.module: row.scheme for row in rows}
+def store_outer(job: Job) -> None:
+    """Store embedding, norm, head and what the model class does not use."""
+    if 0 not in job.store.committed:
+        job.store.commit(0, *quantize_outer(job, list(job.skeleton.outer_names())))
+    job.results.update(job.store.results(0))
+
+
+def run_probe(job: Job, stored: Mapping[str, Tensor]) -> ProbeRecord:
+    """What the artifact says to the probe's prompts; `stored` is its shard 0."""
+    schemes = job.schemes(None)
     state = dense_state(stored, schemes)
     last = torch.cat([hidden[:, -1:] for hidden in job.probe.hidden])
     with torch.no_grad(), job.skeleton.head(state) as head:

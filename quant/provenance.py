@@ -57,9 +57,9 @@ def package_version() -> str:
         return "0+clone"
 
 
-def tools(device: str) -> dict[str, str]:
+def tools(device: str, ranks: int = 1) -> dict[str, str]:
     """Versions and settings that can move a bit of the result."""
-    return {
+    found = {
         "weighbridge": package_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -68,6 +68,7 @@ def tools(device: str) -> dict[str, str]:
         "device": device_class(device),
         "threads": str(torch.get_num_threads()),
     }
+    return found if ranks == 1 else {**found, "ranks": str(ranks)}
 
 
 def device_class(device: str) -> str:
@@ -77,7 +78,12 @@ def device_class(device: str) -> str:
 
 
 def job_identity(
-    source: Source, plan: Plan, recipe: Recipe, calibration: Calibration | None, device: str
+    source: Source,
+    plan: Plan,
+    recipe: Recipe,
+    calibration: Calibration | None,
+    device: str,
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """What must be equal for a partial run to be taken up again; JSON data."""
     return {
@@ -88,7 +94,7 @@ def job_identity(
         "dtype": plan.dtype,
         "kv_cache": plan.kv_cache,
         "calibration": None if calibration is None else calibration.digest,
-        "tools": tools(device),
+        "tools": tools(device, ranks),
     }
 
 
@@ -114,6 +120,7 @@ def make_manifest(
     probe: ProbeRecord,
     results: Mapping[str, ModuleResult],
     device: str,
+    ranks: int,
 ) -> Manifest:
     """The manifest, but for the tables of tensors and files."""
     attention = [f"model.layers.{i}.self_attn" for i in range(plan.num_layers)]
@@ -139,7 +146,7 @@ def make_manifest(
             overrides=recipe.cli_overrides,
         ),
         calibration=None if calibration is None else _calibration_record(calibration),
-        tools=tools(device),
+        tools=tools(device, ranks),
         probe=probe,
     )
 
@@ -196,16 +203,17 @@ def finish(
     resumed: int,
     device: str,
     describe: Describe,
+    ranks: int = 1,
 ) -> RunReport:
     """Seal, and report: what `describe` makes of the report appears with the artifact."""
-    manifest = make_manifest(source, plan, recipe, calibration, probe, results, device)
+    manifest = make_manifest(source, plan, recipe, calibration, probe, results, device, ranks)
     reports: list[RunReport] = []
 
     def texts(artifact: Artifact) -> Mapping[str, str]:
         reports.append(
             make_report(
                 source, plan, recipe, calibration, writer.out, artifact, results,
-                seconds=seconds, resumed=resumed, device=device,
+                seconds=seconds, resumed=resumed, device=device, ranks=ranks,
             )
         )  # fmt: skip
         return describe(reports[0])
@@ -226,6 +234,7 @@ def make_report(
     seconds: Mapping[str, float],
     resumed: int,
     device: str,
+    ranks: int,
 ) -> RunReport:
     """What was done. `artifact` may still be staged; `out` is where it will be."""
     return RunReport(
@@ -243,10 +252,11 @@ def make_report(
         peak_memory_bytes=peak_memory_bytes(),
         device=device_class(device),
         threads=torch.get_num_threads(),
+        ranks=ranks,
         resumed_layers=resumed,
         coverage=None if calibration is None else calibration.coverage,
         warnings=plan.warnings,
-        tools=tools(device),
+        tools=tools(device, ranks),
         recipe_text=recipe.text,
         overrides=recipe.cli_overrides,
         source_digest=source.digest,

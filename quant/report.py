@@ -82,7 +82,8 @@ class RunReport:
 
     unpacked_bytes: what a GGUF source's weights take as floats, else None.
     peak_memory_bytes: largest resident size of the process. resumed_layers: taken over from an
-    earlier, interrupted run. adapter: name of the LoRA adapter that was merged first.
+    earlier, interrupted run. ranks: processes that shared the calibration windows; threads of each,
+    time and memory of the first. adapter: name of the LoRA adapter that was merged first.
     tools: library name -> version. recipe_text: the recipe, verbatim;
     overrides: its keys that were replaced. source_digest, calibration_digest: what it was made of.
     sensitivity: measured by mixed precision, else empty. runtime_serves: whether our runtime knows
@@ -102,6 +103,7 @@ class RunReport:
     peak_memory_bytes: int
     device: str = "cpu"
     threads: int = 1
+    ranks: int = 1
     unpacked_bytes: int | None = None
     resumed_layers: int = 0
     adapter: str | None = None

@@ -227,6 +227,7 @@ def _time(report: RunReport) -> str:
     split = f" ({', '.join(stages)})" if len(stages) > 1 else ""
     resumed = f"; {report.resumed_layers} layers resumed" if report.resumed_layers else ""
     device = f"{report.device}, {report.threads} thread{'s' if report.threads > 1 else ''}"
+    device += f" in each of {report.ranks} ranks" if report.ranks > 1 else ""
     return f"{duration(report.total_seconds)}{split} on {device}{resumed}"
 
 
