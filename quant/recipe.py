@@ -106,7 +106,7 @@ class SmoothSettings(_Section):
     """`smooth:`; tokens that scales are judged on, steps of refinement (0: the alpha grid only)."""
 
     tokens: Annotated[StrictInt, Field(ge=16, le=65536)] = 512
-    refine_steps: Annotated[StrictInt, Field(ge=0, le=10000)] = 100
+    refine_steps: Annotated[StrictInt, Field(ge=0, le=10000)] = 25
 
 
 class CalibrationSettings(_Section):

@@ -7,7 +7,7 @@ read and go out as they shall be quantized (linears, float32) or stored (norms, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from quant.artifact.scheme import Scheme
-from quant.capture import Stream, check_finite
+from quant.capture import Batch, Stream, check_finite
 from quant.folds import Fold, FoldMapping, column_channels, fold
 from quant.layer_job import Run
 from quant.methods.smoothing import Reader, Smoothing, search_scale
 
-# The largest difference of a layer's outputs that a fold may make, over their largest value.
-TOLERANCE = 1e-3
-# Batches that samples are taken from, evenly spaced over the calibration windows.
-SAMPLED_BATCHES = 16
+# The largest difference of a layer's outputs that a fold may make, over their largest value, and
+# the tokens that it is looked for in.
+TOLERANCE, CHECKED_TOKENS = 1e-3, 64
+# Windows that samples are taken from, evenly spaced over the calibration windows; how much of a
+# window is computed for each token that is taken of it; and tokens run through a layer at once.
+SAMPLED_WINDOWS, STRIDE, BATCH_TOKENS = 16, 8, 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class SmoothSettings:
     """tokens: valid tokens that scales are judged on; refine_steps: steps of gradient descent."""
 
     tokens: int = 512
-    refine_steps: int = 100
+    refine_steps: int = 25
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,9 +62,12 @@ def smooth_layer(
     notes: dict[str, str] = {}
     usable = [mapping for mapping in mappings if _applies(mapping, work)]
     inputs = sample_inputs(work.layer, [m.readers[0] for m in usable], stream, run, settings.tokens)
+    check = partial(_first_tokens, stream, run)
+    wanted = check()
     for mapping, rows in zip(usable, inputs, strict=True):
+        # The inputs were taken before any fold: readers of a later mapping are not changed by it.
         found = _search(mapping, work, rows, head_dim, settings)
-        note = _apply(mapping, work, found, stream, run, head_dim)
+        note = _apply(mapping, work, found, head_dim, check, wanted)
         notes.update(dict.fromkeys(mapping.readers, note))
     return notes
 
@@ -78,13 +83,10 @@ def _applies(mapping: FoldMapping, work: LayerTensors) -> bool:
 def sample_inputs(
     layer: nn.Module, names: Sequence[str], stream: Stream, run: Run, tokens: int
 ) -> list[Tensor]:
-    """About `tokens` valid tokens of what each named linear reads, [N, I]; evenly spaced."""
-    count = len(stream.batches)
-    picked = sorted({i * count // SAMPLED_BATCHES for i in range(SAMPLED_BATCHES)})
-    share = -(-tokens // len(picked))
+    """About `tokens` valid tokens of what each named linear reads, [N, I] float32; evenly spaced
+    over the beginnings of some windows (what comes after a token does not change it)."""
     found: list[list[Tensor]] = [[] for _ in names]
-    for index in picked:
-        batch, hidden = stream.batches[index], stream.hidden[index]
+    for batch, hidden, share in sampled_windows(stream, tokens):
         seen: list[Tensor] = []
         hooks = [
             layer.get_submodule(name).register_forward_pre_hook(
@@ -97,12 +99,45 @@ def sample_inputs(
         finally:
             for hook in hooks:
                 hook.remove()
+        picked = torch.nonzero(_spread(batch.mask, share).flatten())[:, 0]
         for name, values, into in zip(names, seen, found, strict=True):
             check_finite(values, batch, f"the input of {name}")
-            valid = values[batch.mask.to(values.device)].float()
-            step = torch.arange(min(share, len(valid))) * len(valid) // min(share, len(valid))
-            into.append(valid[step.to(valid.device)])
+            into.append(values.flatten(0, 1)[picked.to(values.device)].float())
     return [torch.cat(parts) for parts in found]
+
+
+def sampled_windows(stream: Stream, tokens: int) -> Iterator[tuple[Batch, Tensor, int]]:
+    """Batches of the beginnings of `SAMPLED_WINDOWS` windows, their hidden states, and how many
+    tokens to take of each window for `tokens` in all."""
+    rows = [(b, r) for b, batch in enumerate(stream.batches) for r in range(len(batch.mask))]
+    count = min(SAMPLED_WINDOWS, len(rows))
+    picked = [rows[i * len(rows) // count] for i in range(count)]
+    share = -(-tokens // count)
+    width = share * STRIDE
+    at_once = max(1, BATCH_TOKENS // width)
+    for part in (picked[i : i + at_once] for i in range(0, count, at_once)):
+        cut = [(stream.batches[b], stream.hidden[b], r) for b, r in part]
+        length = min(width, max(int(batch.mask[r].sum()) for batch, _, r in cut))
+        mask = torch.stack([_padded(batch.mask[r], length) for batch, _, r in cut])
+        ids = torch.stack([_padded(batch.token_ids[r], length) for batch, _, r in cut])
+        hidden = torch.stack([_padded(states[r], length) for _, states, r in cut])
+        samples = tuple(batch.samples[r] for batch, _, r in cut)
+        yield Batch(samples=samples, token_ids=ids, mask=mask), hidden, share
+
+
+def _padded(row: Tensor, length: int) -> Tensor:
+    """The first `length` entries of a window's row, zeros after its end."""
+    cut = row[:length]
+    return torch.cat([cut, cut.new_zeros(length - len(cut), *cut.shape[1:])])
+
+
+def _spread(mask: Tensor, share: int) -> Tensor:
+    """Of the valid tokens of each row of mask [B, T], `share` evenly spaced ones."""
+    number = mask.sum(1, keepdim=True)
+    place = mask.cumsum(1) - 1
+    taken = number.clamp(max=share)
+    # The k-th token is taken where k * taken / number steps over a whole number.
+    return mask & ((place * taken) % number.clamp(min=1) < taken)
 
 
 def _search(
@@ -117,7 +152,6 @@ def _search(
         for name in mapping.readers
     ]
     channels = _channels(mapping, work, inputs.shape[1], head_dim).to(inputs.device)
-    # The inputs were taken before any fold: readers of a later mapping are not changed by it.
     return search_scale(inputs, readers, channels, work.dtype, refine_steps=settings.refine_steps)
 
 
@@ -134,9 +168,9 @@ def _apply(
     mapping: FoldMapping,
     work: LayerTensors,
     found: Smoothing,
-    stream: Stream,
-    run: Run,
     head_dim: int,
+    check: Callable[[], Tensor],
+    wanted: Tensor,
 ) -> str:
     """Fold, check, and take it back if the layer's output moved. Returns the report's words."""
     if found.chosen == "none":
@@ -149,10 +183,8 @@ def _apply(
     on_device = {name: tensor.to(device) for name, tensor in old.items()}
     channels = _channels(mapping, work, columns, head_dim)
     folded: Fold = fold(mapping, on_device, found.scale, channels, work.dtype)
-    check = partial(_one_window, stream, run)
-    before = check()
     _install(work, folded.tensors)
-    moved = float((check() - before).abs().max() / before.abs().max().clamp(min=1e-30))
+    moved = float((check() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
     if not moved <= TOLERANCE:
         _install(work, old)
         return f"none: folding into {mapping.producer} would change the output by {moved:.2g}"
@@ -163,12 +195,12 @@ def _apply(
     )
 
 
-def _one_window(stream: Stream, run: Run) -> Tensor:
-    """The layer's output on the first window's valid tokens."""
-    batch, hidden = stream.batches[0], stream.hidden[0]
-    output = run(hidden[:1], batch.mask[:1])
+def _first_tokens(stream: Stream, run: Run) -> Tensor:
+    """The layer's output on the first window's first valid tokens."""
+    mask = stream.batches[0].mask[:1, :CHECKED_TOKENS]
+    output = run(stream.hidden[0][:1, :CHECKED_TOKENS], mask)
     assert isinstance(output, Tensor)
-    return output[:1][batch.mask[:1].to(output.device)]
+    return output[mask.to(output.device)]
 
 
 def _install(work: LayerTensors, tensors: Mapping[str, Tensor]) -> None:

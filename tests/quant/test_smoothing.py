@@ -15,23 +15,34 @@ from transformers import AutoModelForCausalLM
 from quant.api import prepare, quantize
 from quant.artifact.artifact import open_artifact
 from quant.artifact.layout import fake_quantize_activations
-from quant.artifact.scheme import DENSE, preset
+from quant.artifact.scheme import DENSE, preset, with_group_size
 from quant.calibration import windows_from_token_lists
+from quant.capture import Stream, make_batches
 from quant.errors import PipelineError
 from quant.folds import MAPPINGS, column_channels, fold
-from quant.methods.smoothing import Reader, expected_error, refine, search_scale
-from quant.methods.smoothing import _noise_terms as noise_terms
+from quant.methods.smoothing import (
+    ExpectedError,
+    Reader,
+    measured_error,
+    refine,
+    search_scale,
+    stack_readers,
+    sum_at,
+    sum_where,
+)
 from quant.modelling import FAMILIES as SUPPORTED
 from quant.pipeline import run
 from quant.plan import make_plan
 from quant.recipe import Recipe
 from quant.report import RunReport
+from quant.smooth_layer import sample_inputs
 from quant.source import open_source
 from tests.conftest import FAMILIES
 
 W8A8 = preset("w8a8")
 # Other families are refused (a test below).
 FOLDING = [name for name in sorted(FAMILIES) if SUPPORTED[name].architecture in MAPPINGS]
+GROUPS = {"w4a16": 32, "w4a8": 32, "w8a16": None}
 IDS = torch.arange(3, 51)[None]
 
 
@@ -98,6 +109,10 @@ def bursts() -> tuple[Tensor, Tensor]:
     return torch.where(rare, 20 * inputs, inputs), weight
 
 
+def expected_error(inputs: Tensor, readers: list[Reader]) -> ExpectedError:
+    return ExpectedError(inputs, stack_readers(inputs, readers))
+
+
 def measured(inputs: Tensor, weight: Tensor, scale: Tensor) -> float:
     """Relative output error of W8A8, from the formats' definition alone."""
     step = (weight * scale).abs().amax(1, keepdim=True) / 127.5
@@ -124,9 +139,9 @@ def test_refinement_lowers_the_expected_error_and_never_raises_the_measured_one(
     inputs, weight = bursts()
     readers, every = [Reader(weight=weight, scheme=W8A8)], torch.arange(64)
     grid = search_scale(inputs, readers, every, torch.float32, refine_steps=0)
-    terms, alive = noise_terms(inputs, readers), torch.ones(64, dtype=torch.bool)
-    moved = refine(inputs, readers, every, grid.scale, alive, 100)
-    before, after = (float(expected_error(inputs, terms, s.log())) for s in (grid.scale, moved))
+    expected, alive = expected_error(inputs, readers), torch.ones(64, dtype=torch.bool)
+    moved = refine(expected, every, grid.scale, alive, 100)
+    before, after = (float(expected.at(s.log())[0]) for s in (grid.scale, moved))
     assert after < 0.96 * before
     for steps in (1, 30, 100):
         found = search_scale(inputs, readers, every, torch.float32, refine_steps=steps)
@@ -139,8 +154,84 @@ def test_the_expected_error_is_what_is_measured(data: Callable[[], tuple[Tensor,
     readers, every = [Reader(weight=weight, scheme=W8A8)], torch.arange(64)
     grid = search_scale(inputs, readers, every, torch.float32, refine_steps=0)
     for scale in (torch.ones(64), grid.scale):
-        expected = float(expected_error(inputs, noise_terms(inputs, readers), scale.log())) ** 0.5
+        expected = float(expected_error(inputs, readers).at(scale.log())[0]) ** 0.5
         assert expected == pytest.approx(measured(inputs, weight, scale), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w4a16", "w8a16", "w4a8"])
+def test_the_written_out_slope_is_that_of_finite_differences(name: str) -> None:
+    inputs, weight = outliers()
+    scheme = W8A8 if name == "w8a8" else with_group_size(preset(name), GROUPS[name])
+    other = Reader(weight=2 * weight[:40] + 1, scheme=W8A8)  # a second stack, other energies
+    expected = expected_error(inputs.double(), [Reader(weight=weight.double(), scheme=scheme),
+        Reader(weight=weight[:32].double(), scheme=scheme),
+        Reader(weight=other.weight.double(), scheme=other.scheme)])  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    logs = torch.randn(64, generator=generator, dtype=torch.float64) / 3
+    _, slope = expected.at(logs)
+    assert bool((slope != 0).all())
+    for column in range(0, 64, 3):
+        nudge = torch.zeros(64, dtype=torch.float64)
+        nudge[column] = 1e-7
+        up, down = (float(expected.at(logs + sign * nudge)[0]) for sign in (1, -1))
+        assert (up - down) / 2e-7 == pytest.approx(float(slope[column]), rel=1e-4, abs=1e-9)
+
+
+def test_weights_looked_at_in_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, weight = bursts()
+    readers = [Reader(weight=weight, scheme=with_group_size(preset("w4a8"), 32))]
+    logs = torch.linspace(-1, 1, 64)
+    whole, slope = expected_error(inputs, readers).at(logs)
+    monkeypatch.setattr("quant.methods.smoothing.BLOCK", 64 * 7)
+    value, parts = expected_error(inputs, readers).at(logs)
+    assert float(value) == pytest.approx(float(whole), rel=1e-6)
+    torch.testing.assert_close(parts, slope, rtol=1e-5, atol=1e-9)
+
+
+def test_sums_at_places_are_those_of_a_gpu() -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(50, 3, generator=generator, dtype=torch.float64)
+    places = torch.randint(0, 8, (50, 3), generator=generator)
+    wanted = torch.zeros(3, 8, dtype=torch.float64)
+    for row in range(50):
+        for group in range(3):
+            wanted[group, places[row, group]] += values[row, group]
+    for found in (sum_at(values, places, 8), sum_where(values, places, torch.arange(8))):
+        torch.testing.assert_close(found, wanted.flatten())
+
+
+def test_readers_weigh_by_their_relative_error() -> None:
+    """Stacked or not, in whatever order, a reader's own size does not matter."""
+    inputs, weight = outliers()
+    a, b = Reader(weight=weight, scheme=W8A8), Reader(weight=weight[:20] * 1000, scheme=W8A8)
+    scale = torch.linspace(0.5, 2, 64)
+    own = [measured(inputs, r.weight, scale) ** 2 for r in (a, b)]
+    found = measured_error(inputs, stack_readers(inputs, [a, b]), scale, torch.float32)
+    assert found == pytest.approx(sum(own) / 2, rel=1e-3)
+
+
+def test_samples_are_valid_tokens_evenly_over_windows() -> None:
+    """Of 40 windows of three lengths 16 are looked at, each from its beginning, never padding."""
+    lengths = [5] * 10 + [20] * 10 + [900] * 20
+    batches = make_batches([[7] * length for length in lengths], 4000)
+    hidden = [
+        torch.stack([
+            torch.stack([torch.full((b.mask.shape[1],), float(s)), torch.arange(b.mask.shape[1])])
+            for s in b.samples
+        ]).transpose(1, 2).masked_fill(~b.mask[..., None], float("nan"))
+        for b in batches
+    ]  # fmt: skip
+    layer = torch.nn.Sequential()
+    layer.add_module("first", torch.nn.Linear(2, 2))
+    stream = Stream(batches=batches, hidden=hidden)
+    (rows,) = sample_inputs(layer, ["first"], stream, lambda h, _: layer(h), 160)
+    assert bool(torch.isfinite(rows).all())
+    windows, tokens = torch.unique(rows[:, 0], return_counts=True)
+    assert len(windows) == 16
+    assert [lengths[int(w)] for w in windows].count(900) == 8
+    assert tokens.tolist() == [min(10, lengths[int(w)]) for w in windows]
+    long = rows[rows[:, 0] == windows[-1]][:, 1]
+    assert long.tolist() == [float(8 * i) for i in range(10)]
 
 
 def test_nothing_is_folded_where_nothing_helps() -> None:
@@ -183,7 +274,8 @@ def test_columns_of_one_channel_get_one_scale() -> None:
     readers = [Reader(weight=weight, scheme=W8A8)]
     start = torch.ones(16)
     alive = start > 0
-    assert refine(inputs, readers, channels, start, alive, 10).shape == (16,)
+    expected = expected_error(inputs, readers)
+    assert refine(expected, channels, start, alive, 10).shape == (16,)
     found = search_scale(inputs, readers, channels, torch.float32, refine_steps=10)
     assert found.scale.shape == (16,)
 
