@@ -328,6 +328,8 @@ def _source_notes(source: Source) -> Iterator[str]:
     if isinstance(source, AdapterSource):
         yield f"the adapter {source.adapter.path.name} is merged into the model before quantizing"
         yield from source.notes()
+    if isinstance(source, QuantizedSource):
+        yield from source.notes
 
 
 def _model_name(source: Source) -> str:

@@ -219,6 +219,7 @@ class Skeleton:
         self.num_layers: int = hf_config.num_hidden_layers
         heads: int = hf_config.num_attention_heads
         self.head_dim: int = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+        self.num_kv_heads: int = getattr(hf_config, "num_key_value_heads", None) or heads
         self.parameter_shapes = {
             name: tuple(p.shape) for name, p in self._model.named_parameters(remove_duplicate=False)
         }

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from foreign_checkpoints import converted, edit, quantized_copy, set_config
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from quant.api import carry_out, prepare
+from quant.api import prepare
 from quant.artifact.artifact import open_artifact
 from quant.artifact.errors import ArtifactError, IntegrityError
 from quant.artifact.layout import QuantizedWeight, dequantize
@@ -23,91 +23,6 @@ from quant.errors import AlreadyQuantizedError, QuantError, SourceError
 from runtime.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.score import ScoreItem
-
-NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-def words(codes: np.ndarray, bits: int) -> Tensor:
-    """Unsigned codes [n, m] -> int32 words [n * bits / 32, m]: code i at bits [i b, (i + 1) b)."""
-    stream = (codes[:, None, :] >> np.arange(bits)[:, None]) & 1
-    stream = stream.reshape(-1, 32, codes.shape[1]).astype(np.uint64)
-    packed = (stream << np.arange(32, dtype=np.uint64)[:, None]).sum(1)
-    return torch.from_numpy(packed.astype(np.uint32).view(np.int32))
-
-
-def awq_words(codes: np.ndarray) -> Tensor:
-    """Unsigned codes [n, m] -> int32 words [n, m / 8]."""
-    packed = np.zeros((codes.shape[0], codes.shape[1] // 8), dtype=np.uint32)
-    for nibble, column in enumerate(NIBBLES):
-        packed |= codes[:, column::8].astype(np.uint32) << np.uint32(4 * nibble)
-    return torch.from_numpy(packed.view(np.int32))
-
-
-def rounded(weight: Tensor, bits: int, size: int, sym: bool) -> tuple[Any, Any, Tensor]:
-    """Unsigned codes [in, out], zero points [G, out] and float16 scales [G, out]."""
-    grouped = weight.float().T.reshape(-1, size, weight.shape[0])
-    low, high = grouped.amin(1).clamp(max=0), grouped.amax(1).clamp(min=0)
-    top = 2**bits - 1
-    scale = torch.maximum(-low, high) * 2 / top if sym else (high - low) / top
-    scale = scale.half()
-    zero = torch.full_like(low, 2 ** (bits - 1)) if sym else (-low / scale).round().clamp(1, top)
-    codes = (grouped / scale.float()[:, None] + zero[:, None]).round().clamp(0, top)
-    return codes.flatten(0, 1).int().numpy(), zero.int().numpy(), scale
-
-
-def quantized_copy(
-    model: Path, out: Path, *, method: str, bits: int = 4, size: int = 32, sym: bool = True,
-    version: str = "gptq_v2", **settings: Any,
-) -> tuple[Path, dict[str, Tensor]]:  # fmt: skip
-    """A checkpoint as that tool writes it, and the dense weight of each module it stands for."""
-    shutil.copytree(model, out)
-    tensors, dense = {}, {}
-    for name, value in load_file(model / "model.safetensors").items():
-        if "_proj.weight" not in name:
-            tensors[name] = value.half()
-            continue
-        module = name.removesuffix(".weight")
-        codes, zero, scale = rounded(value, bits, size, sym)
-        group = np.arange(codes.shape[0]) // size
-        exact = torch.from_numpy(codes - zero[group]).half() * scale[torch.from_numpy(group)]
-        dense[module] = exact.T.contiguous()
-        if method == "awq":
-            tensors[f"{module}.qweight"], tensors[f"{module}.qzeros"] = (
-                awq_words(codes),
-                awq_words(zero),
-            )
-        else:
-            tensors[f"{module}.qweight"] = words(codes, bits)
-            stored = zero - 1 if version == "gptq" else zero
-            tensors[f"{module}.qzeros"] = words(stored.T, bits).T.contiguous()
-            tensors[f"{module}.g_idx"] = torch.from_numpy(group).int()
-        tensors[f"{module}.scales"] = scale
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    section: dict[str, Any] = {"quant_method": method, "bits": bits, "group_size": size}
-    if method == "gptq":
-        section |= {"sym": sym, "desc_act": False, "checkpoint_format": version}
-    else:
-        section |= {"zero_point": True, "version": "gemm"}
-    section = {k: v for k, v in {**section, **settings}.items() if v is not None}
-    set_config(out, quantization_config=section, dtype="float16")
-    return out, dense
-
-
-def set_config(model: Path, **changes: Any) -> None:
-    path = model / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def edit(model: Path, **changes: Tensor | None) -> None:
-    path = model / "model.safetensors"
-    tensors = {**load_file(path), **changes}
-    save_file({k: v for k, v in tensors.items() if v is not None}, path, metadata={"format": "pt"})
-
-
-def converted(model: Path, out: Path) -> Path:
-    job = prepare(str(model), "none.yaml", out=out, overrides={}, keep_codes=True)
-    return Path(carry_out(job).artifact)
-
 
 CASES: list[dict[str, Any]] = [
     {"method": "gptq", "version": "gptq"},
@@ -162,6 +77,105 @@ def test_both_versions_make_the_same_artifact_weights(
 
 @pytest.mark.parametrize("sym", [True, False])
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_an_unwritten_version_is_read_off_the_zero_points(
+    tiny_model: Callable[..., Path], tmp_path: Path, version: str, sym: bool
+) -> None:
+    model, dense = quantized_copy(
+        tiny_model(), tmp_path / "model", method="gptq", version=version, sym=sym,
+        checkpoint_format=None,
+    )  # fmt: skip
+    if version == "gptq_v2" and not sym:  # tools that do not write it down wrote the first
+        with pytest.raises(SourceError, match="not written down.*gptq_v2"):
+            converted(model, tmp_path / "art")
+        return
+    job = prepare(str(model), "none.yaml", overrides={}, keep_codes=True)
+    assert f"({version})" in " ".join(job.notes)
+    artifact = open_artifact(converted(model, tmp_path / "art"))
+    for module, expected in dense.items():
+        weight = artifact.weight(module)
+        assert isinstance(weight, QuantizedWeight)
+        assert torch.equal(dequantize(weight), expected)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("size", [-1, 256, 512, 1024])
+def test_groups_wider_than_ours_become_several_of_one_scale(
+    tiny_model: Callable[..., Path], tmp_path: Path, method: str, size: int
+) -> None:
+    base = tiny_model(hidden_size=512, intermediate_size=512, num_hidden_layers=1)
+    model, dense = quantized_copy(
+        base, tmp_path / "model", method=method, sym=method == "gptq",
+        size=512 if size in (-1, 1024) else size, group_size=size, only="mlp",
+    )  # fmt: skip
+    if method == "gptq":
+        assert max(load_file(model / "model.safetensors")[f"{next(iter(dense))}.g_idx"]) < 3
+    artifact = open_artifact(converted(model, tmp_path / "art"))
+    for module, expected in dense.items():
+        weight = artifact.weight(module)
+        assert isinstance(weight, QuantizedWeight)
+        assert weight.scheme.label.startswith("w4a16-g128" if size in (256, 512) else "w4a16-chan")
+        assert torch.equal(dequantize(weight), expected)
+
+
+def test_compressed_tensors_with_wide_groups(
+    tiny_model: Callable[..., Path], artifact: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = tiny_model(hidden_size=512, intermediate_size=512, num_hidden_layers=1)
+    made = artifact(base, scheme="w4a16", group_size=128, symmetric=False)
+    model = shutil.copytree(made, tmp_path / "model")
+    (model / "artifact.json").unlink()
+    (model / "model.safetensors.index.json").unlink()
+    tensors = {n: t for shard in model.glob("*.safetensors") for n, t in load_file(shard).items()}
+    for shard in model.glob("*.safetensors"):
+        shard.unlink()
+    for name in [n for n in tensors if n.endswith((".weight_scale", ".weight_zero_point"))]:
+        tensors[name] = tensors[name][:, ::2].contiguous()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    section = json.loads((model / "config.json").read_text())["quantization_config"]
+    for group in section["config_groups"].values():
+        group["weights"]["group_size"] = 256
+    set_config(model, quantization_config=section)
+    found = open_artifact(converted(model, tmp_path / "art")).weight("model.layers.0.mlp.up_proj")
+    assert isinstance(found, QuantizedWeight)
+    scale = tensors["model.layers.0.mlp.up_proj.weight_scale"]
+    assert torch.equal(found.scale[:, ::2], scale)
+    assert torch.equal(found.scale[:, 1::2], scale)
+    edit(model, **{"model.layers.0.mlp.up_proj.weight_scale": scale[:, :1].contiguous()})
+    with pytest.raises(IntegrityError, match=r"up_proj: tensor weight_scale is .*\[512, 1\]"):
+        converted(model, tmp_path / "other")
+
+
+def test_settings_per_module_are_followed(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """GPTQModel's `dynamic`: the first rule that matches counts."""
+    model, dense = quantized_copy(
+        tiny_model(), tmp_path / "model", method="gptq", sym=False, only=".mlp.",
+        more_bits="down_proj",
+        dynamic={"-:.*self_attn": {}, "+:.*\\.down_proj$": {"bits": 8}, ".*": {"bits": 4}},
+    )  # fmt: skip
+    artifact = open_artifact(converted(model, tmp_path / "art"))
+    labels = {name.rpartition(".")[2]: s.label for name, s in artifact.schemes().items()}
+    assert labels["q_proj"] == "dense"
+    assert labels["up_proj"] == "w4a16-g32-asym"
+    assert labels["down_proj"] == "w8a16-g32-asym"
+    for module, expected in dense.items():
+        weight = artifact.weight(module)
+        assert isinstance(weight, QuantizedWeight)
+        assert torch.equal(dequantize(weight), expected)
+
+
+def test_modules_that_awq_left_alone_stay_dense(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, dense = quantized_copy(
+        tiny_model(), tmp_path / "model", method="awq", sym=False, only=".mlp.",
+        modules_to_not_convert=["self_attn"],
+    )  # fmt: skip
+    schemes = open_artifact(converted(model, tmp_path / "art")).schemes()
+    assert {name for name, scheme in schemes.items() if not scheme.is_dense} == set(dense)
+
+
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
 def test_a_swapped_label_is_caught(
     tiny_model: Callable[..., Path], tmp_path: Path, version: str, sym: bool
 ) -> None:
@@ -178,21 +192,30 @@ def test_a_swapped_label_is_caught(
 @pytest.mark.parametrize(
     ("method", "settings", "message"),
     [
-        ("gptq", {"checkpoint_format": None}, "checkpoint_format is None, expected gptq"),
         ("gptq", {"checkpoint_format": "gptq_p"}, "checkpoint_format is 'gptq_p'"),
-        ("gptq", {"dynamic": {"-:x": {}}}, "dynamic"),
+        ("gptq", {"is_marlin_format": True}, "checkpoint_format is 'marlin'"),
+        ("gptq", {"dynamic": {"-:.*up_proj": {}}}, "`dynamic` excludes model.layers.0.mlp.up_proj"),
+        ("gptq", {"dynamic": {"+:(": {}}}, "no regular expression"),
+        ("gptq", {"dynamic": {".*down": {"bits": 8}}}, r"layers.0.mlp.down_proj.qweight has shape"),
+        ("gptq", {"dynamic": {".*down": {"bits": "8"}}}, "dynamic.*bits: Input should be a valid"),
         ("gptq", {"group_size": 16}, "group_size 16"),
+        ("gptq", {"group_size": 0}, "group_size 0"),
+        ("gptq", {"sym": "yes"}, "sym: Input should be a valid boolean"),
+        ("gptq", {"bits": 2}, "integer weights have 3, 4 or 8 bits, not 2"),
         ("gptq", {"bits": 5}, "bits"),
         ("gptq", {"bits": 8}, r"qweight has shape \[8, 64\]"),
         ("awq", {"version": None}, "AWQ version is None"),
         ("awq", {"version": "gemv"}, "AWQ version is 'gemv'"),
         ("awq", {"zero_point": False}, "zero_point is False"),
-        ("bitsandbytes", {}, "quant_method is 'bitsandbytes'"),
+        ("bitsandbytes", {}, "quant_method is 'bitsandbytes'.*no integer grid.*start from"),
+        ("gguf", {}, "quant_method is 'gguf': give the .gguf file itself"),
+        ("hqq", {}, "quant_method is 'hqq'.*start from the float checkpoint"),
+        (None, {}, "quant_method is None"),
     ],
 )
 def test_what_is_not_known_is_refused(
-    tiny_model: Callable[..., Path], tmp_path: Path, method: str, settings: dict[str, Any],
-    message: str,
+    tiny_model: Callable[..., Path], tmp_path: Path, method: str | None,
+    settings: dict[str, Any], message: str,
 ) -> None:  # fmt: skip
     kind = "awq" if method == "awq" else "gptq"
     model, _ = quantized_copy(tiny_model(), tmp_path / "model", method=kind, sym=kind != "awq")
@@ -255,6 +278,7 @@ def test_quantizing_them_stays_refused(tiny_model: Callable[..., Path], tmp_path
         {"scheme": "w8a8"},
         {"scheme": "fp8"},
         {"scheme": "w4a16", "group_size": 32, "method": "gptq", "kv_cache": "fp8"},
+        {"scheme": "w4a16", "group_size": 32, "method": "gptq", "kv_cache": "fp8-head"},
     ],
 )
 def test_compressed_tensors_of_others(
@@ -272,7 +296,7 @@ def test_compressed_tensors_of_others(
     section["sparsity_config"] = {"format": "dense", "global_sparsity": 0.1, "targets": []}
     set_config(model, quantization_config=section)
     path = converted(model, tmp_path / "art")
-    assert open_artifact(path).kv_scales(0) == open_artifact(made).kv_scales(0)
+    assert open_artifact(path).manifest.kv_cache == open_artifact(made).manifest.kv_cache
     assert open_artifact(path).tensor_digests() == open_artifact(made).tensor_digests()
 
 
