@@ -25,8 +25,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,10 @@ from quant.artifact.artifact import Artifact, open_artifact
 from quant.artifact.layout import QuantizedWeight, dequantize, fake_quantize_activations
 from quant.calibration import windows_from_token_lists
 from quant.checkpoint import Source
+from quant.mixed import MixedJob, choose_plan, survey_source
+from quant.mixed_plan import Planner
 from quant.pipeline import run
-from quant.plan import make_plan
+from quant.plan import Plan, make_plan
 from quant.recipe import Recipe
 from quant.report import RunReport
 from quant.source import open_source
@@ -86,7 +89,20 @@ for _search in ("inputs", "outputs"):
             method=f"rtn, scales by {_search}",
             recipe=f"{_plain.recipe}\nrtn: {{scale_search: {_search}}}",
         )
-for _name in ("w8a8", "gptq-w8a8", "fp8", "gptq-fp8", "gptq-w4-sym-g64", "gptq-w4-asym-g64"):
+CANDIDATES["mixed-5bpw"] = Candidate(
+    scheme="mixed-5bpw",
+    method="gptq",
+    recipe="scheme: w4a16\nmethod: gptq\nbudget: 5bpw\ndtype: float16",
+)
+for _name in (
+    "mixed-5bpw",
+    "w8a8",
+    "gptq-w8a8",
+    "fp8",
+    "gptq-fp8",
+    "gptq-w4-sym-g64",
+    "gptq-w4-asym-g64",
+):
     _plain = CANDIDATES[_name]
     CANDIDATES[f"smooth-{_name}"] = Candidate(
         scheme=_plain.scheme,
@@ -242,17 +258,46 @@ def quantize(
 ) -> RunReport:
     """Make the candidate's artifact at `out`."""
     recipe = Recipe.parse(candidate.recipe, candidate.scheme).with_overrides(args.changes)
-    dtype = str(source.dtype).removeprefix("torch.")
-    plan = make_plan(
+    planner = partial(apply_recipe, source)
+    if recipe.is_mixed:
+        return quantize_mixed(source, recipe, planner, windows, out, args.device)
+    calibration = windows_from_token_lists(windows.calibration)
+    return run(
+        source, planner(recipe), recipe, calibration, out,
+        device=args.device, progress=ShowProgress(),
+    )  # fmt: skip
+
+
+def apply_recipe(source: Source, recipe: Recipe) -> Plan:
+    """The plan of a recipe for this model."""
+    return make_plan(
         recipe,
         source.module_shapes,
         source.num_layers,
         source.config,
-        source_dtype=dtype,
+        source_dtype=str(source.dtype).removeprefix("torch."),
         is_tied=source.skeleton.is_tied,
     )
-    calibration = windows_from_token_lists(windows.calibration)
-    return run(source, plan, recipe, calibration, out, device=args.device, progress=ShowProgress())
+
+
+def quantize_mixed(
+    source: Source, recipe: Recipe, planner: Planner, windows: Windows, out: Path, device: str
+) -> RunReport:
+    """Choose a plan under the recipe's budget: the last calibration windows judge, the others are
+    scored and calibrated on."""
+    count = min(recipe.mixed.heldout, len(windows.calibration) // 2)
+    chosen = choose_plan(
+        MixedJob(
+            source=source, recipe=recipe, space=survey_source(source, recipe, planner),
+            planner=planner, fit=windows_from_token_lists(windows.calibration[:-count]),
+            heldout=windows.calibration[-count:], out=out.absolute(), device=device,
+        ),
+        ShowProgress(),
+    )  # fmt: skip
+    chosen.install()
+    for plan in chosen.report.plans:
+        progress(f"  {plan}")
+    return chosen.report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,6 +390,7 @@ def row_common(
             "is_limited": args.limit_windows is not None,
             "bits_per_weight": report.bits_per_weight(),
             "artifact_digest": report.artifact_digest,
+            **({"plans": [asdict(plan) for plan in report.plans]} if report.plans else {}),
         },
         "hardware": hardware(args.device),
         "versions": dict(report.tools),

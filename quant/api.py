@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ from quant.estimate import Estimate, estimate
 from quant.foreign import QuantizedSource, is_quantized
 from quant.foreign_convert import convert, foreign_plan
 from quant.machine import check_device, free_disk_bytes, free_memory_bytes, measured_flops
+from quant.mixed import MixedJob, check_recipe_path, choose_plan, mixed_folder, survey_source
+from quant.mixed_plan import Planner, Space, guess_plan
 from quant.pipeline import Progress, check_smoothing, run
 from quant.plan import Plan, make_plan
 from quant.plan_table import size
 from quant.provenance import is_made_by, job_identity
 from quant.recipe import CalibrationSettings, Recipe
-from quant.report import RunReport, report_json
+from quant.report import RunReport, report_json, write_reports
 from quant.report_html import html_files
 from quant.report_render import model_card, report_markdown
 from quant.rounded_weights import rounded_weights_warning
@@ -45,7 +48,10 @@ PathLike = str | Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run that is planned but not begun. `notes` are worth telling before anything is spent."""
+    """A run that is planned but not begun. `notes` are worth telling before anything is spent.
+
+    space: what mixed precision may choose from; `plan` is then a guess of what it will be.
+    """
 
     source: Source
     recipe: Recipe
@@ -56,6 +62,8 @@ class Job:
     tokens: int
     device: str
     notes: tuple[str, ...]
+    planner: Planner
+    space: Space | None = None
 
 
 def quantize(
@@ -103,20 +111,17 @@ def prepare(
     """
     check_device(device)
     loaded = load_recipe(recipe, overrides)
+    _check_mixed_keys(loaded)
     files = _calibration_files(calib)
     name = str(model) if model is not None else _recipe_model(loaded)
     began = time.perf_counter()
     source = _open_source(name, loaded, keep_codes=keep_codes)
     opening_s = time.perf_counter() - began
-    plan = make_plan(
-        loaded,
-        source.module_shapes,
-        source.num_layers,
-        source.config,
-        strict=strict,
-        source_dtype=str(source.dtype).removeprefix("torch."),
-        is_tied=source.skeleton.is_tied,
-    )
+    planner = partial(_plan, source, strict=strict)
+    plan, space = planner(loaded), None
+    if loaded.is_mixed:
+        space = survey_source(source, loaded, planner)
+        plan = guess_plan(loaded, space, planner)
     if isinstance(source, QuantizedSource):
         plan = foreign_plan(plan, source)
     else:
@@ -141,16 +146,58 @@ def prepare(
         cost=cost,
         tokens=tokens,
         device=device,
-        notes=(*_notes(plan, files, cost), *_source_notes(source)),
+        notes=(*_notes(plan, files, cost), *_source_notes(source), *_mixed_notes(loaded, space)),
+        planner=planner,
+        space=space,
+    )
+
+
+def _plan(source: Source, recipe: Recipe, *, strict: bool) -> Plan:
+    """`recipe` applied to the model."""
+    return make_plan(
+        recipe,
+        source.module_shapes,
+        source.num_layers,
+        source.config,
+        strict=strict,
+        source_dtype=str(source.dtype).removeprefix("torch."),
+        is_tied=source.skeleton.is_tied,
     )
 
 
 def calibrate(job: Job) -> Calibration | None:
-    """The job's calibration windows; None when its methods need none."""
+    """The job's calibration windows; None when its methods need none.
+
+    Under a budget these are what scores and methods see; others are held out (`held_out`).
+    """
     if not job.plan.needs_calibration:
         return None
     check_calibration(job)
-    return load_calibration(job.calib, job.source.tokenizer(), job.recipe.calibration)
+    if job.space is None:
+        return load_calibration(job.calib, job.source.tokenizer(), job.recipe.calibration)
+    return _fit_and_heldout(job)[0]
+
+
+def _fit_and_heldout(job: Job) -> tuple[Calibration, list[list[int]]]:
+    """Windows to calibrate on, and the windows after them in the order of the draw, which judge.
+
+    Where there are not enough for both, a quarter of all judges. What is drawn for fewer windows is
+    the beginning of what is drawn for more, so that a recipe can ask for the first part alone.
+    """
+    asked, wanted = job.recipe.calibration, job.recipe.mixed.heldout
+    tokenizer = job.source.tokenizer()
+    more = asked.model_copy(update={"samples": asked.samples + wanted})
+    drawn = load_calibration(job.calib, tokenizer, more).samples
+    if len(drawn) < 2:
+        raise CalibrationError(
+            "a budget needs two calibration windows at least, one to judge plans on; found "
+            f"{len(drawn)}: give more --calib rows, or shorter --max-tokens"
+        )
+    heldout = min(wanted, max(1, len(drawn) // 4))
+    first = asked.model_copy(update={"samples": min(asked.samples, len(drawn) - heldout)})
+    fit = load_calibration(job.calib, tokenizer, first)
+    assert fit.samples == drawn[: first.samples]
+    return fit, drawn[first.samples :][:wanted]
 
 
 def check_calibration(job: Job) -> None:
@@ -172,6 +219,8 @@ def carry_out(
 ) -> RunReport:
     """Calibrate (unless windows are given), quantize, seal, write the reports beside it."""
     check_out(job, overwrite=overwrite)
+    if job.space is not None:
+        return _carry_out_mixed(job, job.space, progress=progress, resume=resume)
 
     def texts(report: RunReport) -> dict[str, str]:
         return report_texts(_with_unpacked_bytes(report, job), job.recipe)
@@ -196,6 +245,8 @@ def is_done(job: Job) -> bool:
     """
     if not (job.out / MANIFEST_NAME).is_file():
         return False
+    if job.space is not None:
+        return bool(job.calib) and _mixed_job(job, job.space).is_done()
     try:
         manifest = open_artifact(job.out).manifest
     except ArtifactError:
@@ -226,6 +277,29 @@ def _with_unpacked_bytes(report: RunReport, job: Job) -> RunReport:
     return replace(report, unpacked_bytes=job.cost.source_bytes) if is_gguf else report
 
 
+def _mixed_job(job: Job, space: Space) -> MixedJob:
+    fit, heldout = _fit_and_heldout(job)
+    return MixedJob(
+        source=job.source, recipe=job.recipe, space=space, planner=job.planner, fit=fit,
+        heldout=heldout, out=job.out.absolute(), device=job.device,
+    )  # fmt: skip
+
+
+def _carry_out_mixed(
+    job: Job, space: Space, *, progress: Progress | None, resume: bool
+) -> RunReport:
+    """Choose a plan, complete its artifact with the reports, and only then move it to `out`."""
+    check_calibration(job)
+    mixed = _mixed_job(job, space)
+    if not resume:
+        mixed.discard()
+    chosen = choose_plan(mixed, progress)
+    report = _with_unpacked_bytes(chosen.report, job)
+    write_reports(report_texts(report, chosen.built.recipe), chosen.built.path)
+    chosen.install()
+    return report
+
+
 def check_out(job: Job, *, overwrite: bool) -> None:
     """PipelineError when `out` is taken or the disk too full; costs nothing, so do it first.
 
@@ -243,8 +317,12 @@ def check_out(job: Job, *, overwrite: bool) -> None:
                 f"{job.out}: already holds an artifact; --overwrite replaces it, --out names "
                 "another"
             )
-        written = sum(p.stat().st_size for p in _partial(job.out).rglob("*") if p.is_file())
-        free, needed = free_disk_bytes(job.out), job.cost.artifact_bytes - written
+        kept = [_partial(job.out)] if job.space is None else [mixed_folder(job.out)]
+        files = (path for folder in kept for path in folder.rglob("*"))
+        written = sum(p.stat().st_size for p in files if p.is_file())
+        free, needed = free_disk_bytes(job.out), _bytes_to_write(job) - written
+    if job.space is not None:
+        check_recipe_path(job.out, overwrite=overwrite)
     if free < needed:
         raise PipelineError(
             f"{job.out}: the artifact needs {size(needed)} more and the disk has {size(free)} "
@@ -252,10 +330,15 @@ def check_out(job: Job, *, overwrite: bool) -> None:
         )
 
 
+def _bytes_to_write(job: Job) -> int:
+    """Of the artifact; under a budget, of every plan that is built."""
+    return job.cost.artifact_bytes * (1 if job.space is None else job.recipe.mixed.plans)
+
+
 def load_recipe(recipe: PathLike, overrides: Mapping[str, Any]) -> Recipe:
     """The recipe, found where given or among the shipped ones, with `overrides` applied."""
     loaded = Recipe.load(find_input(recipe, "recipes", RecipeError))
-    sections = {**dict.fromkeys(CalibrationSettings.model_fields, "calibration.")}
+    sections = dict.fromkeys(CalibrationSettings.model_fields, "calibration.")
     changes = {f"{sections.get(key, '')}{key}": value for key, value in overrides.items()}
     return loaded.with_overrides(changes)
 
@@ -268,7 +351,18 @@ def find_input(name: PathLike, kind: Kind, error: type[QuantError]) -> Path:
         raise error(str(missing)) from missing
 
 
+def _check_mixed_keys(recipe: Recipe) -> None:
+    """RecipeError for what to choose from, when nothing says how far to go."""
+    if recipe.candidates is not None and not recipe.is_mixed:
+        raise RecipeError(
+            f"{recipe.where('candidates')}: candidates: given without a goal; add `budget:` or "
+            "`max_kl:` (--budget, --max-kl), or take it out"
+        )
+
+
 def _way_around(recipe: Recipe) -> str:
+    if recipe.is_mixed:
+        return "drop the budget: sensitivity is measured on such text"
     if recipe.kv_cache != "none":
         return "set `kv_cache: none`"
     if recipe.smoothing == "none":
@@ -322,6 +416,18 @@ def _with_source_warning(plan: Plan, source: Source) -> Plan:
         return plan
     warning = rounded_weights_warning(source)
     return replace(plan, warnings=(*plan.warnings, warning)) if warning else plan
+
+
+def _mixed_notes(recipe: Recipe, space: Space | None) -> Iterator[str]:
+    if space is None:
+        return
+    least, most = space.bits(space.least_bytes), space.bits(space.most_bytes)
+    yield (
+        f"which scheme goes where is decided by sensitivity, measured when it is carried out; "
+        f"shown is a guess from sizes alone. Plans can take {least:.2f} to {most:.2f} bits per "
+        f"weight; {recipe.mixed.plans} are built and judged, so expect about "
+        f"{recipe.mixed.plans + 1} times the time shown"
+    )
 
 
 def _source_notes(source: Source) -> Iterator[str]:

@@ -48,6 +48,9 @@ One layer is in memory at a time. After an interruption the same command goes on
   [cyan]quantize plan --recipe mixed.yaml --model model.gguf[/cyan]
     what would become of every module, with size, memory and time; writes nothing
 
+  [cyan]quantize --recipe mixed-auto.yaml --calib contracts.jsonl --model M --budget 4.5bpw[/cyan]
+    4 or 8 bits for each layer, by measured sensitivity, in 4.5 bits per weight
+
   [cyan]quantize --recipe w4a16.yaml --calib a.jsonl --calib b.jsonl --samples 512 --out art[/cyan]
     two calibration files, 512 windows
 
@@ -56,7 +59,7 @@ One layer is in memory at a time. After an interruption the same command goes on
 """
 EPILOG = """
 RECIPE and CALIB are looked up where given, then among the shipped ones:
-w4a16.yaml w8a16.yaml w8a8.yaml fp8.yaml mixed.yaml none.yaml;
+w4a16.yaml w8a16.yaml w8a8.yaml fp8.yaml mixed.yaml mixed-auto.yaml none.yaml;
 contracts.jsonl service.jsonl code.jsonl.
 MODEL is a Hugging Face directory, a hub id, or a GGUF file.
 Exit codes: 0 done, 1 verify found problems, 2 bad input or usage, 130 interrupted,
@@ -108,6 +111,18 @@ Smoothing = Annotated[
     str | None,
     typer.Option(metavar="none|search", help="Scales folded into norms, so that inputs round well.",
                  rich_help_panel="Over the recipe"),
+]  # fmt: skip
+BudgetOption = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="4.5bpw|5.2GiB",
+                 help="Choose schemes by sensitivity, within so many bits per quantized weight or "
+                 "so much for the whole artifact.", rich_help_panel="Mixed precision"),
+]  # fmt: skip
+MaxKL = Annotated[
+    float | None,
+    typer.Option("--max-kl", metavar="NATS",
+                 help="Choose the smallest plan whose mean KL, measured on held-out calibration "
+                 "windows, is at most this.", rich_help_panel="Mixed precision"),
 ]  # fmt: skip
 DType = Annotated[
     str | None,
@@ -181,6 +196,8 @@ def quantize_command(
     smoothing: Smoothing = None,
     dtype: DType = None,
     adapter: AdapterDir = None,
+    budget: BudgetOption = None,
+    max_kl: MaxKL = None,
     show_version: Annotated[
         bool,
         typer.Option(
@@ -197,6 +214,7 @@ def quantize_command(
             raise typer.Exit
         raise USAGE_ERROR("give --recipe FILE (shipped: w4a16.yaml, w8a8.yaml, fp8.yaml, ...)")
     changes = _changes(samples, max_tokens, seed, group_size, method, smoothing, dtype, adapter)
+    changes |= {"budget": budget, "max_kl": max_kl}
     job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
     if not dry_run:
         _check_ready(job, overwrite=overwrite, is_fresh=no_resume)
@@ -230,12 +248,15 @@ def plan_command(
     smoothing: Smoothing = None,
     dtype: DType = None,
     adapter: AdapterDir = None,
+    budget: BudgetOption = None,
+    max_kl: MaxKL = None,
 ) -> None:
     """Print what would become of every module, and what it would cost. Writes nothing.
 
     With --calib the rows are read too, and what would be used of them is shown.
     """
     changes = _changes(samples, max_tokens, seed, group_size, method, smoothing, dtype, adapter)
+    changes |= {"budget": budget, "max_kl": max_kl}
     job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
     _show_plan(job, every_module=every_module)
     _show_coverage(job)

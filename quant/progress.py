@@ -89,7 +89,7 @@ class LineProgress:
         self._console.print(f"{text} ({_clock(elapsed)} so far{rest})")
 
     def done(self) -> None:
-        self._console.print(f"all {self._total} layers done")
+        self._console.print(f"done after {_clock(self._now() - self._began)}")
 
     def stop(self) -> None:
         return

@@ -41,6 +41,7 @@ from quant.artifact.scheme import (
     preset,
     with_group_size,
 )
+from quant.budget import Budget, check_label
 from quant.errors import RecipeError
 from quant.located_yaml import KeyPath, LocatedYaml, parse_yaml
 from quant.recipe_errors import Finding, explain_validation, place, render_findings
@@ -109,6 +110,16 @@ class SmoothSettings(_Section):
     refine_steps: Annotated[StrictInt, Field(ge=0, le=10000)] = 25
 
 
+class MixedSettings(_Section):
+    """`mixed:`; windows that sensitivity is measured on, gradients drawn for each, windows that
+    built plans are judged on, plans that are built."""
+
+    windows: Annotated[StrictInt, Field(ge=1)] = 64
+    draws: Annotated[StrictInt, Field(ge=1, le=64)] = 4
+    heldout: Annotated[StrictInt, Field(ge=1)] = 16
+    plans: Annotated[StrictInt, Field(ge=1, le=16)] = 3
+
+
 class CalibrationSettings(_Section):
     """`calibration:`; samples counts windows, max_tokens and batch_tokens count tokens."""
 
@@ -150,6 +161,10 @@ class Recipe(_Section):
     smooth: SmoothSettings = SmoothSettings()
     rtn: RTNSettings = RTNSettings()
     gptq: GPTQSettings = GPTQSettings()
+    budget: StrictStr | None = None
+    max_kl: Annotated[float, Field(gt=0)] | None = None
+    candidates: tuple[StrictStr, ...] | None = None
+    mixed: MixedSettings = MixedSettings()
     calibration: CalibrationSettings = CalibrationSettings()
     model: StrictStr | None = None
     adapter: StrictStr | None = None
@@ -217,7 +232,19 @@ class Recipe(_Section):
     @property
     def needs_calibration(self) -> bool:
         """Whether a method or the KV cache scales must see activations."""
-        return self.sees_inputs or self.kv_cache != "none" or self.smoothing != "none"
+        return (
+            self.sees_inputs or self.kv_cache != "none" or self.smoothing != "none" or self.is_mixed
+        )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether schemes are to be chosen by sensitivity, under `budget:` or `max_kl:`."""
+        return self.budget is not None or self.max_kl is not None
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The keys as they stand in the file, with what the caller changed."""
+        return self._merged({})
 
     @property
     def sees_inputs(self) -> bool:
@@ -228,16 +255,19 @@ class Recipe(_Section):
     def with_overrides(self, changes: Mapping[str, Any]) -> Recipe:
         """A new recipe with dotted keys (`calibration.samples`) replaced; None changes nothing."""
         given = {key: value for key, value in sorted(changes.items()) if value is not None}
-        data = {k: dict(v) if isinstance(v, dict) else v for k, v in self._located.data.items()}
         changed = {**self._cli_overrides, **given}
-        for key, value in changed.items():
+        return type(self)._checked(self._merged(given), self._located, self._text, changed)
+
+    def _merged(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        data = {k: dict(v) if isinstance(v, dict) else v for k, v in self._located.data.items()}
+        for key, value in {**self._cli_overrides, **given}.items():
             section, _, leaf = key.rpartition(".")
             target = data.setdefault(section, {}) if section else data
             if leaf == "scheme":
                 target.pop("weights", None)
                 target.pop("activations", None)
             target[leaf] = value
-        return type(self)._checked(data, self._located, self._text, changed)
+        return data
 
     def module_rule(self, module: str, num_layers: int | None = None) -> ModuleRule:
         """The rule for `module`. `num_layers` resolves negative `layers:` (-1 = the last)."""
@@ -374,6 +404,7 @@ def _contradictions(recipe: Recipe) -> Iterator[Finding]:
             "found none, but awq is smoothing and then a weight clip; take it out, or for the clip "
             "alone write `method: rtn` with `rtn: {scale_search: outputs}`",
         )
+    yield from _mixed_faults(recipe)
     for i, rule in enumerate(recipe.overrides):
         yield from _pattern_faults(rule.match, ("overrides", i, "match"))
         if not rule.model_fields_set - {"match", "layers"}:
@@ -394,6 +425,24 @@ def _head_faults(recipe: Recipe) -> Iterator[Finding]:
             f"found {recipe.lm_head}, but `skip:` leaves the head alone ({pattern!r}); "
             "take the pattern out of `skip:`, or write `lm_head: dense`",
         )
+
+
+def _mixed_faults(recipe: Recipe) -> Iterator[Finding]:
+    """What `budget:`, `max_kl:` and the keys that go with them cannot mean."""
+    if recipe.budget is not None:
+        try:
+            Budget.parse(recipe.budget)
+        except ValueError as error:
+            yield ("budget",), str(error)
+    for i, label in enumerate(recipe.candidates or ()):
+        if fault := check_label(label):
+            yield ("candidates", i), fault
+    if recipe.candidates == ():
+        yield ("candidates",), "found no scheme, expected two or more, such as [w4a16-g64, w8a16]"
+    if recipe.is_mixed:
+        key = "budget" if recipe.budget is not None else "max_kl"
+        if recipe.scheme == "dense" or recipe.method == "none":
+            yield (key,), "given, but nothing is quantized; name a scheme and a method, or drop it"
 
 
 def _is_valid(pattern: str) -> bool:

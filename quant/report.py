@@ -77,6 +77,23 @@ class SensitivityRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTrial:
+    """A mixed-precision plan that was built and judged.
+
+    bits_per_weight: of the quantized linears, as stored. predicted_kl: what sensitivities of plain
+    rounding add up to. kl: measured mean KL in nats per token on windows held out of the
+    calibration; kl_error: its standard error over windows, None of a single one.
+    """
+
+    bits_per_weight: float
+    artifact_bytes: int
+    predicted_kl: float
+    kl: float
+    kl_error: float | None
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """The whole run. Bytes are of all weights (source, artifact); seconds per stage, in order.
 
@@ -86,8 +103,8 @@ class RunReport:
     time and memory of the first. adapter: name of the LoRA adapter that was merged first.
     tools: library name -> version. recipe_text: the recipe, verbatim;
     overrides: its keys that were replaced. source_digest, calibration_digest: what it was made of.
-    sensitivity: measured by mixed precision, else empty. runtime_serves: whether our runtime knows
-    the architecture (it refuses mixtures of experts).
+    sensitivity, plans: measured and tried by mixed precision, else empty. runtime_serves: whether
+    our runtime knows the architecture (it refuses mixtures of experts).
     """
 
     model: str
@@ -115,6 +132,7 @@ class RunReport:
     source_digest: str = ""
     calibration_digest: str = ""
     sensitivity: tuple[SensitivityRow, ...] = ()
+    plans: tuple[PlanTrial, ...] = ()
     runtime_serves: bool = True
 
     @property

@@ -24,7 +24,7 @@ _NEEDED = ("jinja2", "matplotlib")
 # Keys that reports of version 1.0 lack.
 _SINCE_1_1: dict[str, Any] = {
     "recipe_text": "", "overrides": {}, "source_digest": "", "calibration_digest": "",
-    "sensitivity": [], "runtime_serves": True,
+    "sensitivity": [], "plans": [], "runtime_serves": True,
 }  # fmt: skip
 _MODULE_SINCE_1_1: dict[str, Any] = {
     "weight_outliers": None, "input_outliers": [], "smoothing": "", "note": "",

@@ -21,12 +21,15 @@ from quant.report import ModuleResult, RunReport, by_kind, next_steps
 
 Rows = list[tuple[str, ...]]
 _KIND_HEADER = ("modules", "scheme", "method", "count", "error mean", "error max", "size")
+_PLAN_HEADER = ("", "plan", "size", "KL predicted", "KL measured")
 _WORST_HEADER = ("module", "scheme", "method", "error")
 
 
 def render_summary(report: RunReport) -> Group:
     """What to print when a run is done; fits 100 columns."""
     parts: list[RenderableType] = [_named_lines(facts(report))]
+    if report.plans:
+        parts += [Text(), _table(_PLAN_HEADER, plan_rows(report)), Text(PLAN_MEANING, style="dim")]
     if report.quantized:
         parts += [Text(), _table(_KIND_HEADER, kind_rows(report))]
         parts += [Text(), Text("largest errors", style="bold"), *_worst(report)]
@@ -38,6 +41,9 @@ def report_markdown(report: RunReport) -> str:
     """report.md."""
     report = without_paths(report)
     lines = [f"# {report.artifact}", "", *_bullets(facts(report)), ""]
+    if report.plans:
+        lines += ["## Plans", "", PLAN_MEANING, ""]
+        lines += [*_pipe_table(_PLAN_HEADER, plan_rows(report)), ""]
     if report.quantized:
         lines += ["## Error by kind of module", "", error_meaning(report), ""]
         lines += [*_pipe_table(_KIND_HEADER, kind_rows(report)), ""]
@@ -190,6 +196,26 @@ def _kind_row(name: str, kind: Sequence[ModuleResult]) -> tuple[str, ...]:
         f"{max(errors):.2%}" if errors else "-",
         size(sum(m.bytes for m in kind)),
     )
+
+
+PLAN_MEANING = (
+    "KL in nats per token: predicted from the sensitivity of each group to plain rounding; "
+    "measured on calibration windows that were held out."
+)
+
+
+def plan_rows(report: RunReport) -> Rows:
+    """One row per plan that was built: predicted and measured."""
+    return [
+        (
+            "chosen" if plan.chosen else "",
+            f"{plan.bits_per_weight:.3f} bits per weight",
+            size(plan.artifact_bytes),
+            f"{plan.predicted_kl:.4f}",
+            f"{plan.kl:.4f}" + (f" +- {plan.kl_error:.4f}" if plan.kl_error is not None else ""),
+        )
+        for plan in report.plans
+    ]
 
 
 def worst_rows(report: RunReport) -> Rows:

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quant.artifact.layout import dequantize
-from quant.artifact.scheme import Scheme
+from quant.artifact.dialect import fused_group
+from quant.artifact.layout import dequantize, fake_quantize_activations
+from quant.artifact.scheme import ActivationScheme, Scheme
 from quant.capture import Batch, make_batches
 from quant.checkpoint import Source
-from quant.errors import UnsupportedModelError
 from quant.methods.rtn import rtn
 from quant.modelling import Skeleton, linear_of
 
@@ -37,13 +37,27 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """The KL in nats per token that `group` of a layer adds in `scheme`, rounded to nearest."""
+    """The KL in nats per token that `group` of a layer adds in its candidate number `option`,
+    rounded to nearest. scheme: that of its first module; modules: all that must share it."""
 
     group: str
     layer: int
     modules: tuple[str, ...]
+    option: int
     scheme: Scheme
     score: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """What a candidate does to a linear: error and rounded weight [O, I], how inputs are rounded.
+
+    rounded: None where inputs stay as they are.
+    """
+
+    error: Tensor
+    rounded: Tensor | None = None
+    activations: ActivationScheme | None = None
 
 
 def fisher_sensitivity(
@@ -58,20 +72,16 @@ def fisher_sensitivity(
     batch_tokens: int = 2048,
     tell: Tell | None = None,
 ) -> list[Sensitivity]:
-    """Scores of every fused group of every layer in each of its candidates.
+    """Scores of every fused group (experts of a layer: one) in each of its candidates.
 
     candidates: module name -> schemes, equally many for the modules of a group (the same scheme
-    but for group sizes that do not divide). dtype: of scales. `tell` hears how far it is. Raises
-    UnsupportedModelError for a mixture of experts.
+    but for group sizes that do not divide); groups that are not in it are left out. dtype: of
+    scales. `tell` hears how far it is.
     """
     tell = tell or (lambda _: None)
-    batches = make_batches(windows, batch_tokens)
     skeleton = source.skeleton if device == "cpu" else Skeleton(source.config, device)
-    if skeleton.mixture is not None:
-        raise UnsupportedModelError(
-            f"{source.path}: sensitivity of a mixture of experts cannot be measured yet; write its "
-            "`overrides:` by hand"
-        )
+    # Experts see the tokens of a batch in one list: only one window each keeps windows apart.
+    batches = make_batches(windows, 1 if skeleton.mixture else batch_tokens)
     doors = _forward(source, skeleton, batches, tell)
     gradients = _head_gradients(source, skeleton, batches, doors.pop(), draws, seed)
     found: list[Sensitivity] = []
@@ -138,41 +148,65 @@ def _layer(
 ) -> list[Sensitivity]:
     """Scores of one layer; `gradients` by its output become those by its input."""
     prefix = skeleton.layer_prefix(index)
-    stages = [tuple(prefix + leaf for leaf in stage) for stage in skeleton.stages(index)]
-    linears = {name: linear_of(layer, name.removeprefix(prefix)) for s in stages for name in s}
-    errors = {name: _errors(linears[name], candidates[name], dtype) for name in linears}
-    sums = [torch.zeros(len(candidates[stage[0]]), dtype=torch.float64) for stage in stages]
+    groups = _groups(skeleton, index, candidates)
+    names = [name for group in groups for name in group]
+    linears = {name: linear_of(layer, name.removeprefix(prefix)) for name in names}
+    changes = {name: _changes(linears[name], candidates[name], dtype) for name in names}
+    sums = [torch.zeros(len(candidates[group[0]]), dtype=torch.float64) for group in groups]
     for i, batch in enumerate(batches):
         entry = hidden[i].to(skeleton.device).requires_grad_()
         with _watched(linears) as seen:
             output = skeleton.run_layer(index, layer, entry, batch.mask, needs_grad=True)
-        outputs = [entry, *(seen[name][1] for name in linears)]
+        outputs = [entry, *(moved for _, moved in seen.values())]
         for draw, upstream in enumerate(gradients[i]):
             below, *by_output = _gradients(output, outputs, upstream.to(output.device))
             gradients[i][draw] = below.cpu()
-            slopes = dict(zip(linears, by_output, strict=True))
-            for total, stage in zip(sums, stages, strict=True):
-                total += _squares(stage, seen, slopes, errors)
+            slopes = dict(zip(seen, by_output, strict=True))
+            for total, group in zip(sums, groups, strict=True):
+                total += _squares([name for name in group if name in seen], seen, slopes, changes)
     num_tokens = sum(int(b.mask.sum()) * len(g) for b, g in zip(batches, gradients, strict=True))
     return [
         Sensitivity(
-            group="|".join(name.rpartition(".")[2] for name in stage), layer=index, modules=stage,
-            scheme=scheme, score=0.5 * float(value) / num_tokens,
+            group=_group_name(group), layer=index, modules=group, option=option,
+            scheme=candidates[group[0]][option], score=0.5 * float(value) / num_tokens,
         )
-        for total, stage in zip(sums, stages, strict=True)
-        for scheme, value in zip(candidates[stage[0]], total, strict=True)
+        for total, group in zip(sums, groups, strict=True)
+        for option, value in enumerate(total)
     ]  # fmt: skip
 
 
-def _errors(linear: nn.Linear, schemes: Sequence[Scheme], dtype: torch.dtype) -> list[Tensor]:
-    """What - W [O, I] in each scheme."""
-    weight = linear.weight.detach().float()
-    return [
-        torch.zeros_like(weight)
-        if scheme.is_dense
-        else dequantize(rtn(weight, scheme, dtype, scale_search=True)).float() - weight
-        for scheme in schemes
-    ]
+def _groups(
+    skeleton: Skeleton, index: int, candidates: Mapping[str, Sequence[Scheme]]
+) -> list[tuple[str, ...]]:
+    """Modules of a layer that must share a scheme, as far as they have candidates."""
+    found: dict[str, list[str]] = {}
+    for stage in skeleton.stages(index):
+        for leaf in stage:
+            name = skeleton.layer_prefix(index) + leaf
+            if name in candidates:
+                found.setdefault(fused_group(name), []).append(name)
+    return [tuple(names) for names in found.values()]
+
+
+def _group_name(modules: Sequence[str]) -> str:
+    """`q_proj|k_proj|v_proj`, `experts`."""
+    if ".experts." in modules[0]:
+        return "experts"
+    return "|".join(name.rpartition(".")[2] for name in modules)
+
+
+def _changes(linear: nn.Linear, schemes: Sequence[Scheme], dtype: torch.dtype) -> list[_Change]:
+    """What each scheme does to a linear."""
+    return [_change(linear.weight.detach().float(), scheme, dtype) for scheme in schemes]
+
+
+def _change(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> _Change:
+    if scheme.is_dense:
+        return _Change(error=torch.zeros_like(weight))
+    rounded = dequantize(rtn(weight, scheme, dtype, scale_search=True)).float()
+    if scheme.activations is None:
+        return _Change(error=rounded - weight)
+    return _Change(error=rounded - weight, rounded=rounded, activations=scheme.activations)
 
 
 @contextmanager
@@ -201,23 +235,39 @@ def _gradients(
 
 
 def _squares(
-    stage: Sequence[str],
+    group: Sequence[str],
     seen: Mapping[str, tuple[Tensor, Tensor]],
     slopes: Mapping[str, Tensor],
-    errors: Mapping[str, Sequence[Tensor]],
+    changes: Mapping[str, Sequence[_Change]],
 ) -> Tensor:
-    """Sum over windows of (sum over tokens of g . E x)^2 for each candidate, float64.
+    """Sum over windows of (sum over tokens of g . d)^2 for each candidate, float64 [candidates].
 
     Padding needs no mask: no loss depends on it, so that g is 0 there.
     """
-    moved = torch.stack([_moved(slopes[n], seen[n][0], errors[n]) for n in stage]).sum(0)
+    if not group:  # no token was routed here
+        return torch.zeros((), dtype=torch.float64)
+    moved = torch.stack([_moved(slopes[n], seen[n][0], changes[n]) for n in group]).sum(0)
     return moved.double().square().sum(1).cpu()
 
 
-def _moved(slope: Tensor, inputs: Tensor, errors: Sequence[Tensor]) -> Tensor:
-    """<E, sum over tokens of g x^T> for each candidate and window, [candidates, B].
+def _moved(slope: Tensor, inputs: Tensor, changes: Sequence[_Change]) -> Tensor:
+    """Sum over tokens of g . d for each candidate and window, [candidates, B].
 
-    slope [B, T, O], inputs [B, T, I]: one product serves all candidates.
+    slope [B, T, O], inputs [B, T, I] (of an expert, without B): one product serves all candidates
+    that leave inputs alone. d = (What - W) x + What (Q(x) - x), Q the rounding of inputs.
     """
+    slope, inputs = (part if part.dim() == 3 else part[None] for part in (slope, inputs))
+    slope, inputs = slope.float(), inputs.float()
     products = slope.transpose(1, 2) @ inputs
-    return torch.stack([(products * error).sum((1, 2)) for error in errors])
+    by_rounding: dict[ActivationScheme, Tensor] = {}
+    found = []
+    for change in changes:
+        moved = (products * change.error).sum((1, 2))
+        if change.activations is not None and change.rounded is not None:
+            act = change.activations
+            if act not in by_rounding:
+                gap = fake_quantize_activations(inputs, act) - inputs
+                by_rounding[act] = slope.transpose(1, 2) @ gap
+            moved = moved + (by_rounding[act] * change.rounded).sum((1, 2))
+        found.append(moved)
+    return torch.stack(found)

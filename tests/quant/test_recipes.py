@@ -40,7 +40,15 @@ def uncommented_keys(text: str) -> list[str]:
 
 
 def test_the_recipes_are_shipped() -> None:
-    assert {path.stem for path in RECIPES} == {"fp8", "mixed", "none", "w4a16", "w8a8", "w8a16"}
+    assert {path.stem for path in RECIPES} == {
+        "fp8",
+        "mixed",
+        "mixed-auto",
+        "none",
+        "w4a16",
+        "w8a8",
+        "w8a16",
+    }
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -64,10 +72,11 @@ def test_every_recipe_plans_on_a_tiny_model(path: Path, layers: int) -> None:
         "w8a16": {"w8a16-channel"},
         "fp8": {"fp8-channel"},
         "none": {"dense"},
+        "mixed-auto": {"w4a16-g64", "w4a16-g32"},
         "mixed": {"w4a16-g64", "w8a16-g64", "w8a16-g32"} | ({"w4a16-g32"} if layers > 4 else set()),
     }
     assert labels == expected[path.stem]
-    assert plan.needs_calibration == (path.stem in ("w4a16", "w8a8", "mixed"))
+    assert plan.needs_calibration == (path.stem in ("w4a16", "w8a8", "mixed", "mixed-auto"))
 
 
 def test_mixed_keeps_the_sensitive_modules_at_eight_bits() -> None:
