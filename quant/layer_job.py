@@ -9,7 +9,7 @@ layouts, but no files: tensors come in and go out by checkpoint name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -144,24 +144,19 @@ def _quantize_group(
     """Modules of one input, scheme and method, stacked along their outputs."""
     names = [row.module for row in group]
     device = linears[names[0]].weight.device
-    stacked = torch.cat([weights[name].to(device).float() for name in names])
+    stacked = torch.cat([weights[name].to(device) for name in names])
     try:
         whole, info = _choose_codes(group[0], stacked, statistics, settings)
     except SchemeError as error:
         raise SchemeError(f"{', '.join(names)}: {error}") from error
     sizes = [row.shape[0] for row in group]
-    parts = zip(group, _split(whole, sizes), torch.split(stacked, sizes), strict=True)
-    hessian = None
-    if statistics is not None and statistics.needs_hessian:
-        hessian = statistics.hessian.float()
+    infos = [None] * len(group) if info is None else info.split(sizes)
+    parts = zip(group, _split(whole, sizes), torch.split(stacked, sizes), infos, strict=True)
     return {
         row.module: ModuleOutcome(
-            weight=part,
-            result=replace(
-                _result(row, part, original, hessian, info), **_seen(row, original, statistics)
-            ),
+            weight=part, result=_result(row, part, original.float(), own, statistics)
         )
-        for row, part, original in parts
+        for row, part, original, own in parts
     }
 
 
@@ -169,6 +164,10 @@ def _choose_codes(
     row: PlanRow, weight: Tensor, statistics: InputStatistics | None, settings: MethodSettings
 ) -> tuple[QuantizedWeight, GPTQInfo | None]:
     """The row's method on `weight` [out, in]: any module's of that method, or several stacked."""
+    if row.method == "gptq":
+        assert statistics is not None
+        return gptq(weight, statistics.hessian, row.scheme, settings.dtype, settings.gptq)
+    weight = weight.float()
     if row.statistics == "none":
         is_searched = row.scale_search == "weights"
         return rtn(weight, row.scheme, settings.dtype, scale_search=is_searched), None
@@ -176,10 +175,7 @@ def _choose_codes(
     if row.statistics == "squares":
         importance = revive_squares(statistics.mean_square)
         return rtn(weight, row.scheme, settings.dtype, importance=importance), None
-    hessian = statistics.hessian.float()
-    if row.method == "gptq":
-        return gptq(weight, hessian, row.scheme, settings.dtype, settings.gptq)
-    return clip(weight, hessian, row.scheme, settings.dtype), None
+    return clip(weight, statistics.hessian.float(), row.scheme, settings.dtype), None
 
 
 def _split(whole: QuantizedWeight, sizes: list[int]) -> list[QuantizedWeight]:
@@ -199,14 +195,17 @@ def _result(
     row: PlanRow,
     weight: QuantizedWeight,
     original: Tensor,
-    hessian: Tensor | None,
     info: GPTQInfo | None,
+    statistics: InputStatistics | None,
 ) -> ModuleResult:
     fell_back = info is not None and info.fallback
-    if hessian is None:
-        error = _weight_error(weight, original)
+    hessian = statistics.hessian if statistics is not None and statistics.needs_hessian else None
+    if info is not None:
+        error = info.loss**0.5
+    elif hessian is not None:
+        error = relative_output_error(original, weight, hessian.float()) ** 0.5
     else:
-        error = relative_output_error(original, weight, hessian) ** 0.5
+        error = _weight_error(weight, original)
     return ModuleResult(
         module=row.module,
         shape=row.shape,
@@ -219,6 +218,7 @@ def _result(
         fallback="Hessian not positive definite at any damping" if fell_back else None,
         dead_columns=info.dead_columns if info else 0,
         note=row.note,
+        **_seen(row, original, statistics),
     )
 
 

@@ -1,10 +1,11 @@
 """One block of columns, rounded one after another: what GPTQ and coordinate descent have in common.
 
-`sweep_reference` is the definition, in torch. On a GPU with triton `quant.methods.columns_kernel`
-computes the same in one launch, where the loop here makes ten per column; `quant.methods.gptq`
-picks. Columns of the weight are rows of the tensors here, so that a column is one piece of memory.
+`sweep_reference` is the definition, in torch. `quant.methods.sweep` picks what computes it: on a
+GPU with triton the one launch of `quant.methods.columns_kernel`, where the loop here makes ten per
+column; on a CPU `sweep_halves`. Columns of the weight are rows of the tensors here, so that a
+column is one piece of memory.
 
-Shape legend: O output rows, C columns of the block, G groups.
+Shape legend: O output rows, I input columns, C columns of the block, G groups.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from quant.methods.scales import decode, encode
 
 # The kernel holds a block's columns in registers.
 KERNEL_COLUMNS = 128
+# So many columns go one by one on a CPU; longer blocks are halved.
+_FEW = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +53,29 @@ class Grid:
         return codes, decode(codes, scale, zero)
 
     def values(self, codes: Tensor) -> Tensor:
-        """What `codes` [O, I] reconstruct to, float32."""
-        width, zero = codes.shape[1] // len(self.scale), self.zero_point
-        spread = None if zero is None else zero.T.repeat_interleave(width, 1)
-        return decode(codes, self.scale.T.repeat_interleave(width, 1), spread)
+        """What `codes` [I, O] reconstruct to, float32 [I, O]."""
+        zero = None if self.zero_point is None else self.zero_point[:, None]
+        return decode(self.grouped(codes), self.scale[:, None], zero).flatten(0, 1)
+
+    def grouped(self, columns: Tensor) -> Tensor:
+        """[I, O] seen as [G, I / G, O]."""
+        return columns.view(len(self.scale), -1, columns.shape[1])
+
+
+def sweep_halves(
+    block: Tensor, local: Tensor, groups: Tensor, grid: Grid, present: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`sweep_reference` but for rounding: the second half sees the first by one matrix product, so
+    that few columns at a time are in use and stay in the processor's caches."""
+    if len(block) <= _FEW:
+        return sweep_reference(block, local, groups, grid, present)
+    half = (len(block) + 1) // 2
+    one, two = slice(half), slice(half, None)
+    first, second = (None, None) if present is None else (present[one], present[two])
+    codes, pushed = sweep_halves(block[one], local[one, one], groups[one], grid, first)
+    block[two].addmm_(local[one, two].T, pushed, alpha=-1)
+    more, also = sweep_halves(block[two], local[two, two], groups[two], grid, second)
+    return torch.cat((codes, more)), torch.cat((pushed, also))
 
 
 def sweep_reference(

@@ -10,33 +10,33 @@ updates (step 2), and the Cholesky form of the inverse (step 3, algorithm 1). Ar
 - a *damping ladder*: 1, 10, 100 times the asked damping (at most 1.0), each tried in float32 and
   float64, then round-to-nearest for this module: never an exception over a bad Hessian;
 - inputs that were never active (diag(H) == 0) are rounded to nearest, never zeroed;
-- *refinement*: coordinate descent over the codes (Behdin et al., "QuantEase", arXiv 2309.01885,
-  section 3) in turn with least-squares scales for fixed codes, kept row by row where it helps.
+- *refinement* of codes and scales (`quant.methods.refine`).
 
 Pure: weight and statistics in, codes out. Rows are independent, so modules that share an input may
-be stacked along `out` and quantized in one call.
+be stacked along `out` and quantized in one call; inside, as many rows are taken at once as memory
+is given for. The matrix is the only large thing that is held throughout, beside its factor.
 
-Shape legend: O output rows, I input columns, G groups, S = I / G.
+Shape legend: O output rows, I input columns, G groups.
 """
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quant.artifact.layout import (
-    QuantizedWeight,
-    dequantize,
-    min_max_qparams,
-    round_scale,
-)
+from quant.artifact.layout import QuantizedWeight, dequantize, min_max_qparams
 from quant.artifact.scheme import Scheme, WeightScheme
-from quant.methods.columns import KERNEL_COLUMNS, Grid, sweep_reference
+from quant.methods.columns import Grid
+from quant.methods.refine import Damped, Rounded, blocks, refine
 from quant.methods.rtn import rtn
-from quant.methods.scales import grouped, search_scales, store_codes, within
+from quant.methods.scales import grouped, search_scales, store_codes
+from quant.methods.sweep import sweep
+
+# Values of the weight in work at once: 256 MB a tensor on a GPU, 64 on a CPU.
+GPU_VALUES, CPU_VALUES = 1 << 26, 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +54,28 @@ class GPTQSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTQInfo:
     """What happened: the damping that worked (None after a fallback), whether the module fell back
-    to round-to-nearest, inputs never active, and the relative output error
-    tr(E H E^T) / tr(W H W^T) of what is stored."""
+    to round-to-nearest, inputs never active, and for each output row [O] its squared error
+    (E H E^T)_oo of what is stored and that of losing the row, (W H W^T)_oo."""
 
     damping: float | None
     fallback: bool
     dead_columns: int
-    loss: float
+    row_errors: Tensor
+    row_totals: Tensor
+
+    @property
+    def loss(self) -> float:
+        """The relative squared output error."""
+        return relative_error(self.row_errors, self.row_totals)
+
+    def split(self, sizes: Sequence[int]) -> list[GPTQInfo]:
+        """The same of each module of a stack."""
+        parts = zip(
+            torch.split(self.row_errors, list(sizes)),
+            torch.split(self.row_totals, list(sizes)),
+            strict=True,
+        )
+        return [replace(self, row_errors=errors, row_totals=totals) for errors, totals in parts]
 
 
 def gptq(
@@ -76,91 +91,147 @@ def gptq(
     Raises SchemeError when a scale does not fit `scale_dtype`.
     """
     assert scheme.weights is not None
-    values = weight.float()
-    full, dead = revive_dead_columns(hessian.float())
-    order = torch.argsort(full.diagonal(), descending=True, stable=True)
+    matrix, revived = hessian.float(), _revived(hessian)
+    order = torch.argsort(matrix.diagonal() + revived, descending=True, stable=True)
     if not settings.act_order:
         order = torch.arange(len(order), device=order.device)
-    factor, damping = _inverse_factor(full, order, settings.damping)
-    if factor is None:
-        fallback = rtn(values, scheme, scale_dtype, importance=_importance(full, settings))
-        return fallback, _info(values, fallback, full, None, dead)
-    scale, zero = _scales(values, full, scheme.weights, scale_dtype, settings)
+    factor, damping = _inverse_factor(matrix, revived, order, settings.damping)
+    mean = (matrix.diagonal() + revived).mean()
+    damped = Damped(matrix=matrix, added=revived + (damping or 0.0) * mean)
+    importance = matrix.diagonal() + revived if settings.scale_search else None
+    work = _Work(
+        scheme=scheme, scale_dtype=scale_dtype, settings=settings, damped=damped, factor=factor,
+        order=order, importance=importance,
+    )  # fmt: skip
+    parts = [
+        _quantize_rows(rows.float(), work) for rows in torch.split(weight, _rows_at_once(weight))
+    ]
+    info = GPTQInfo(
+        damping=damping,
+        fallback=factor is None,
+        dead_columns=int((revived > 0).sum()),
+        row_errors=torch.cat([errors for _, errors, _ in parts]),
+        row_totals=torch.cat([totals for _, _, totals in parts]),
+    )
+    return _joined([part for part, _, _ in parts]), info
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What all rows of a weight share. factor: None after a fallback; importance: of the inputs,
+    for the search of scales."""
+
+    scheme: Scheme
+    scale_dtype: torch.dtype
+    settings: GPTQSettings
+    damped: Damped
+    factor: Tensor | None
+    order: Tensor
+    importance: Tensor | None
+
+
+def _rows_at_once(weight: Tensor) -> int:
+    return max(1, (GPU_VALUES if weight.is_cuda else CPU_VALUES) // weight.shape[1])
+
+
+def _quantize_rows(weight: Tensor, work: _Work) -> tuple[QuantizedWeight, Tensor, Tensor]:
+    """Some rows: their codes, and their squared errors and totals [rows]."""
+    totals = row_energy(weight, work.damped.matrix)
+    if work.factor is None:
+        result = rtn(weight, work.scheme, work.scale_dtype, importance=work.importance)
+        error = weight - dequantize(result).float()
+        return result, row_energy(error, work.damped.matrix), totals
+    scheme, settings = work.scheme.weights, work.settings
+    assert scheme is not None
+    scale, zero = _scales(weight, scheme, work.scale_dtype, work.importance)
     grid = Grid(
-        scheme=scheme.weights,
+        scheme=scheme,
         scale=scale.T.contiguous(),
         zero_point=None if zero is None else zero.T.contiguous(),
-        is_zero=~grouped(values, scheme.weights).any(-1).T.contiguous(),
+        is_zero=~grouped(weight, scheme).any(-1).T.contiguous(),
     )
-    codes = _propagate(values, factor, order, grid, settings.block_size)
-    del factor
+    columns = weight.T.contiguous()
+    codes = _propagate(columns, work.factor, work.order, grid, settings.block_size)
+    rounded = Rounded(codes=codes, grid=grid)
     if settings.refine_rounds:
-        damped = full.clone()
-        damped.diagonal().add_(damping * full.diagonal().mean())
-    for _ in range(settings.refine_rounds):
-        codes = _descend(values, codes, damped, order, grid, settings.block_size)
-        grid = _refit_scales(values, codes, damped, grid, scale_dtype)
+        rounded = refine(
+            columns, rounded, work.damped, work.order, work.scale_dtype,
+            rounds=settings.refine_rounds, block_size=settings.block_size,
+        )  # fmt: skip
     result = QuantizedWeight(
-        scheme=scheme,
-        codes=store_codes(codes, scheme.weights),
-        scale=grid.scale.T.contiguous(),
+        scheme=work.scheme,
+        codes=store_codes(rounded.codes, scheme).T.contiguous(),
+        scale=rounded.grid.scale.T.contiguous(),
         zero_point=zero,
     )
-    return result, _info(values, result, full, damping, dead)
+    errors = rounded.errors
+    if errors is None:
+        errors = row_energy(weight - dequantize(result).float(), work.damped.matrix)
+    return result, errors, totals
 
 
-def revive_dead_columns(hessian: Tensor) -> tuple[Tensor, int]:
-    """The matrix with the mean of its other diagonal entries in place of zeros, and how many those
-    are. A copy only where there are some.
+def _joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
+    if len(parts) == 1:
+        return parts[0]
+    zeros = [part.zero_point for part in parts if part.zero_point is not None]
+    return QuantizedWeight(
+        scheme=parts[0].scheme,
+        codes=torch.cat([part.codes for part in parts]),
+        scale=torch.cat([part.scale for part in parts]),
+        zero_point=torch.cat(zeros) if zeros else None,
+    )
+
+
+def _revived(hessian: Tensor) -> Tensor:
+    """What takes the place of zeros on the diagonal, [I] float32: the mean of the other entries; 0
+    elsewhere.
 
     The rest of such a row and column is zero, so nothing is propagated into or out of it: the
     column is rounded to nearest.
     """
-    diagonal = hessian.diagonal()
-    dead = diagonal <= 0
-    num_dead = int(dead.sum())
-    if not num_dead:
-        return hessian, 0
-    alive = diagonal[~dead]
-    revived = hessian.clone()
-    revived.diagonal().add_(torch.where(dead, alive.mean() if len(alive) else 1.0, 0.0))
-    return revived, num_dead
+    diagonal = hessian.diagonal().float()
+    alive = diagonal > 0
+    mean = diagonal[alive].mean() if bool(alive.any()) else torch.ones((), device=hessian.device)
+    return torch.where(alive, 0.0, mean - diagonal)
 
 
-def _importance(hessian: Tensor, settings: GPTQSettings) -> Tensor | None:
-    return hessian.diagonal() if settings.scale_search else None
+def revive_dead_columns(hessian: Tensor) -> tuple[Tensor, int]:
+    """`hessian` [I, I] with dead inputs' zeros on the diagonal replaced, and how many those are.
+    A copy only where there are some."""
+    revived = _revived(hessian)
+    num_dead = int((revived > 0).sum())
+    return (hessian + torch.diag(revived) if num_dead else hessian), num_dead
 
 
 def _scales(
-    weight: Tensor,
-    hessian: Tensor,
-    scheme: WeightScheme,
-    scale_dtype: torch.dtype,
-    settings: GPTQSettings,
+    weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, importance: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Scales fixed before any error is propagated, on the unpermuted weight."""
-    if settings.scale_search:
-        return search_scales(weight, scheme, scale_dtype, hessian.diagonal())
-    return min_max_qparams(weight, scheme, scale_dtype)
+    if importance is None:
+        return min_max_qparams(weight, scheme, scale_dtype)
+    return search_scales(weight, scheme, scale_dtype, importance)
 
 
-def _inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor | None, float]:
-    """Upper Cholesky factor of (H + damping * mean(diag) * I)^-1 in float32, and the damping used.
+def _inverse_factor(
+    hessian: Tensor, revived: Tensor, order: Tensor, damping: float
+) -> tuple[Tensor | None, float | None]:
+    """Upper Cholesky factor of (H + damping * mean(diag) * I)^-1 in float32, and the damping used,
+    H being `hessian` with `revived` on its diagonal.
 
-    H and the factor are in visiting order, `hessian` is not. None when no rung of the ladder gives
-    a finite factor. At most three matrices of that size are made, as they may be gigabytes.
+    The factor is in visiting order, `hessian` is not. Twice None when no rung of the ladder gives a
+    finite factor. At most three matrices of that size are made, as they may be gigabytes.
     """
-    mean = float(hessian.diagonal().mean())
+    mean = float((hessian.diagonal() + revived).mean())
     rungs = [damping * 10**step for step in range(6) if damping * 10**step <= 1.0] or [damping]
     backwards = order.flip(0)
     for rung in rungs:
         for dtype in (torch.float32, torch.float64):
             damped = hessian[backwards[:, None], backwards].to(dtype)
-            damped.diagonal().add_(rung * mean)
+            damped.diagonal().add_(revived[backwards] + rung * mean)
             factor = _try_factor(damped)
             if factor is not None:
                 return factor.float(), rung
-    return None, rungs[-1]
+    return None, None
 
 
 def _try_factor(reversed_matrix: Tensor) -> Tensor | None:
@@ -179,116 +250,43 @@ def _try_factor(reversed_matrix: Tensor) -> Tensor | None:
 
 
 def _propagate(
-    weight: Tensor, factor: Tensor, order: Tensor, grid: Grid, block_size: int
+    columns: Tensor, factor: Tensor, order: Tensor, grid: Grid, block_size: int
 ) -> Tensor:
-    """The GPTQ pass (algorithm 1); columns are visited in `order`. Returns codes [O, I], float32.
+    """The GPTQ pass (algorithm 1) over `columns` [I, O], visited in `order`. Codes [I, O], float32.
 
     `factor` is in visiting order. Inside a block errors go to the block's own columns at once and
-    to all later ones by one matrix product at its end. Columns of the weight are rows here (a
-    column is then one piece of memory).
+    to all later ones by one matrix product at its end.
     """
-    remaining = weight.T[order].contiguous()
+    remaining = columns[order]
     codes, groups = torch.empty_like(remaining), grid.groups(order)
-    for start, end in _blocks(remaining, block_size):
+    for start, end in blocks(remaining, block_size):
         block, local = remaining[start:end], factor[start:end, start:end]
-        codes[start:end], errors = sweep(block, local, groups[start:end], grid, None)
+        found, errors = sweep(block, local, groups[start:end], grid, None)
+        codes[order[start:end]] = found
         remaining[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
-    return codes[torch.argsort(order)].T.contiguous()
+    return codes
 
 
-def sweep(
-    block: Tensor, local: Tensor, groups: Tensor, grid: Grid, present: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """`sweep_reference`, by the kernel where there is a GPU and triton."""
-    if block.is_cuda and importlib.util.find_spec("triton") is not None:
-        # Not at the top: triton is on no machine without a GPU.
-        from quant.methods.columns_kernel import launch_sweep
-
-        return launch_sweep(block, local, groups, grid, present)
-    return sweep_reference(block, local, groups, grid, present)
-
-
-def _blocks(columns: Tensor, block_size: int) -> list[tuple[int, int]]:
-    """(start, end) of the lazy updates; on a GPU no longer than its kernel takes."""
-    size, total = min(block_size, KERNEL_COLUMNS) if columns.is_cuda else block_size, len(columns)
-    return [(start, min(start + size, total)) for start in range(0, total, size)]
+def row_energy(rows: Tensor, hessian: Tensor) -> Tensor:
+    """diag(R H R^T) [O] of `rows` [O, I], by the upper blocks of the symmetric matrix."""
+    total, width = rows.new_zeros(len(rows)), rows.shape[1]
+    step = max(1, -(-width // 8))
+    for start in range(0, width, step):
+        own, end = rows[:, start : start + step], start + step
+        product = own @ hessian[start:end, start:end]
+        if end < width:
+            product.addmm_(rows[:, end:], hessian[end:, start:end], alpha=2)
+        total += (product * own).sum(1)
+    return total
 
 
-def _descend(
-    weight: Tensor, codes: Tensor, hessian: Tensor, order: Tensor, grid: Grid, block_size: int
-) -> Tensor:
-    """One sweep of coordinate descent on E H E^T: each column takes its best code given the rest.
-
-    `gradient` is (E H)^T in visiting order; a column's best real value is its present one plus
-    gradient / diag(H). Columns of the weight are rows here, as in `_propagate`.
-    """
-    permuted = hessian[order[:, None], order].contiguous()
-    values = grid.values(codes).T[order].contiguous()
-    gradient = permuted @ (weight.T[order] - values)
-    result, groups = torch.empty_like(values), grid.groups(order)
-    for start, end in _blocks(values, block_size):
-        slope, local = gradient[start:end], permuted[start:end, start:end]
-        present = values[start:end]
-        result[start:end], steps = sweep(slope, local, groups[start:end], grid, present)
-        gradient[end:].addmm_(permuted[start:end, end:].T, steps, alpha=-1)
-    return result[torch.argsort(order)].T.contiguous()
-
-
-def _refit_scales(
-    weight: Tensor, codes: Tensor, hessian: Tensor, grid: Grid, scale_dtype: torch.dtype
-) -> Grid:
-    """The grid with least-squares scales for these codes, row by row where that lowers the error.
-
-    For fixed codes C the row error is quadratic in its G scales: (C^T H C) s = C^T H w.
-    """
-    shifted = codes
-    if grid.zero_point is not None:
-        width = codes.shape[1] // len(grid.zero_point)
-        shifted = codes - grid.zero_point.T.float().repeat_interleave(width, 1)
-    solution = _solve_scales(weight, shifted, hessian, len(grid.scale)).T.contiguous()
-    usable = torch.isfinite(solution) & (solution > 0) & ~grid.is_zero
-    wanted = torch.where(usable, within(solution, scale_dtype), grid.scale.float())
-    trial = replace(grid, scale=round_scale(wanted, scale_dtype))
-    before = _row_error(weight - grid.values(codes), hessian)
-    better = _row_error(weight - trial.values(codes), hessian) < before
-    return replace(grid, scale=torch.where(better, trial.scale, grid.scale))
-
-
-def _solve_scales(weight: Tensor, shifted: Tensor, hessian: Tensor, groups: int) -> Tensor:
-    """Scales [O, G] of least error; a tiny ridge keeps all-zero groups solvable."""
-    rows, columns = shifted.shape
-    width = columns // groups
-    normal = torch.empty(rows, groups, groups, device=shifted.device)
-    for g in range(groups):
-        part = slice(g * width, (g + 1) * width)
-        spread = shifted[:, part] @ hessian[part]
-        normal[:, g] = (spread * shifted).reshape(rows, groups, width).sum(-1)
-    target = ((weight @ hessian) * shifted).reshape(rows, groups, width).sum(-1)
-    ridge = normal.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-30) * 1e-7
-    normal = normal.double() + torch.diag_embed(ridge[:, None].expand(rows, groups).double())
-    solution, _ = torch.linalg.solve_ex(normal, target.double()[..., None])
-    scales: Tensor = solution[..., 0].float()
-    return scales
-
-
-def _row_error(error: Tensor, hessian: Tensor) -> Tensor:
-    """diag(E H E^T), [O]."""
-    return ((error @ hessian) * error).sum(-1)
-
-
-def _info(
-    weight: Tensor, result: QuantizedWeight, hessian: Tensor, damping: float | None, dead: int
-) -> GPTQInfo:
-    return GPTQInfo(
-        damping=damping,
-        fallback=damping is None,
-        dead_columns=dead,
-        loss=relative_output_error(weight, result, hessian),
-    )
+def relative_error(errors: Tensor, totals: Tensor) -> float:
+    """Sum of squared errors over that of what there is to lose; 0 where there is nothing."""
+    total = float(totals.sum())
+    return float(errors.sum()) / total if total > 0 else 0.0
 
 
 def relative_output_error(weight: Tensor, result: QuantizedWeight, hessian: Tensor) -> float:
     """tr(E H E^T) / tr(W H W^T) with E = W - what is stored; 0 for an all-zero weight."""
     error = weight.float() - dequantize(result).float()
-    total = _row_error(weight.float(), hessian).sum()
-    return float(_row_error(error, hessian).sum() / total) if total > 0 else 0.0
+    return relative_error(row_energy(error, hessian), row_energy(weight.float(), hessian))

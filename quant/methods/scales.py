@@ -19,6 +19,9 @@ from quant.artifact.scheme import WeightScheme
 # 7.5, which no int4 code reaches; 7.5 / 7 is the scale that reaches it. Below 1: clipping.
 SHRINK_FACTORS = tuple(1.10 - 0.02 * i for i in range(31))
 
+# Values that a CPU searches at once: what is read 31 times stays in its caches.
+_SEARCHED_AT_ONCE = 1 << 17
+
 
 def encode(
     weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: WeightScheme
@@ -70,6 +73,14 @@ def search_scales(
     The weighting is that of "activation-aware" scale search (e.g. llama.cpp's importance matrix);
     the grid is ours.
     """
+    at_once = max(1, _SEARCHED_AT_ONCE // weight.shape[1])
+    if not weight.is_cuda and len(weight) > at_once:
+        parts = [
+            search_scales(rows, scheme, scale_dtype, importance)
+            for rows in torch.split(weight, at_once)
+        ]
+        zeros = [zero for _, zero in parts if zero is not None]
+        return torch.cat([scale for scale, _ in parts]), torch.cat(zeros) if zeros else None
     scale, zero_point = min_max_qparams(weight, scheme, scale_dtype)
     best = _group_error(weight, scale, zero_point, scheme, importance)
     low, high = _extremes(weight, scheme)

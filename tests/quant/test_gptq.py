@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import quant.methods.gptq as gptq_module
+import quant.methods.refine as refine_module
 from quant.artifact.layout import dequantize
 from quant.artifact.scheme import Scheme, WeightScheme, preset, with_group_size
 from quant.methods.columns import Grid
@@ -77,7 +78,7 @@ def test_blocks_lie_in_memory_as_the_kernel_reads_them(
     monkeypatch: pytest.MonkeyPatch, scheme: Scheme
 ) -> None:
     """A row of a block, of scales and of zero points is one piece: no stride is passed for them."""
-    plain, seen = gptq_module.sweep_reference, list[bool]()
+    plain, seen = gptq_module.sweep, list[bool]()
 
     def checked(
         block: Tensor, local: Tensor, groups: Tensor, grid: Grid, present: Tensor | None
@@ -88,7 +89,8 @@ def test_blocks_lie_in_memory_as_the_kernel_reads_them(
         seen.append(present is None)
         return plain(block, local, groups, grid, present)
 
-    monkeypatch.setattr(gptq_module, "sweep_reference", checked)
+    monkeypatch.setattr(gptq_module, "sweep", checked)
+    monkeypatch.setattr(refine_module, "sweep", checked)
     weight, _, hessian = problem()
     gptq(weight, hessian, scheme, torch.bfloat16, GPTQSettings(block_size=32))
     assert seen == [True] * 4 + [False] * 8
