@@ -3,7 +3,9 @@
 Within a row one value always becomes the same placeholder, so what refers to what stays readable.
 E-mail, telephone (international, Chinese, US), Chinese resident and US social security numbers,
 payment cards (Luhn), IBAN (ISO 13616, mod 97), IP addresses, URL credentials, API keys, private
-keys. Names and postal addresses are not found: that takes a model.
+keys. What has no shape of its own (national telephone numbers, passports, bank accounts) is found
+where the text names it: `Tel.`, `Passport No.`, `Account:`, and so in Chinese. Names and postal
+addresses are not found: that takes a model.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from typing import Any
 _SECRETS = ("PRIVATE_KEY", "SECRET")
 # Digits as Chinese keyboards may write them; the same length, so offsets stay.
 _ASCII = str.maketrans(
-    "\uff10\uff11\uff12\uff13\uff14\uff15\uff16\uff17\uff18\uff19\uff20\uff0b\uff0d",
-    "0123456789@+-",
+    "\uff10\uff11\uff12\uff13\uff14\uff15\uff16\uff17\uff18\uff19\uff20\uff0b\uff0d\uff08\uff09\uff1a",
+    "0123456789@+-():",
 )
 
 
@@ -61,7 +63,24 @@ def _address(text: str) -> bool:
 
 
 def _international(text: str) -> bool:
-    return 8 <= len(re.sub(r"\D", "", text)) <= 15
+    """At most 15 digits (E.164); behind 00 enough of them to be no file number (001-38402)."""
+    digits = re.sub(r"\D", "", text)
+    return (8 if text.startswith("+") else 11) <= len(digits) <= 17 - 2 * text.startswith("+")
+
+
+def _mobile(text: str) -> bool:
+    """Not a round amount (15500000000)."""
+    return not text.endswith("000000")
+
+
+def _national(text: str) -> bool:
+    """Seven digits at least, and no date."""
+    is_date = re.fullmatch(r"\d{1,4}([./-])\d{1,2}\1\d{1,4}", text)
+    return 7 <= len(re.sub(r"\D", "", text)) <= 15 and not is_date
+
+
+def _account(text: str) -> bool:
+    return len(re.sub(r"\D", "", text)) >= 6
 
 
 def _key_like(text: str) -> bool:
@@ -75,6 +94,24 @@ def _always(text: str) -> bool:
 # (kind, pattern, check); a group, where there is one, is what gets replaced. Earlier kinds win.
 # Word boundaries are spelt out in ASCII: Chinese characters may touch a number.
 _L, _R = r"(?<![A-Za-z0-9_.+-])", r"(?![A-Za-z0-9_]|[.-]\d)"
+_WORD = "A-Za-z0-9\u00c0-\u024f"  # Latin letters, accents too; Chinese ones may touch an address
+# After a word like `Tel`: `No.`, `number`, colons, quotes; and the same with a mark that says that
+# a number follows.
+_NUMBER = r"(?:\.?\s{0,2}(?:nos?|n\u00b0|nr|num(?:ber)?|\u53f7\u7801|\u53f7)(?![A-Za-z]))?"
+_GAP = _NUMBER + r"[\s:#.,\"'\u201c\u201d(-]{0,6}"
+_MARKED_GAP = (
+    r"(?:\s{0,2}[#:]|\.?\s{0,2}(?:nos?|nr|num(?:ber)?|\u53f7\u7801|\u53f7)(?![A-Za-z]))"
+    r"[\s:#.\"'\u201c\u201d(]{0,6}"
+)
+_PHONE_WORDS = (
+    r"(?i)(?<![A-Za-z])(?:tele?phone|phone|tel|t\u00e9l(?:\u00e9phone)?|telefon[oe]?|"
+    r"tel\u00e9fono|telefax|facsimile|fax|mobile|mob|cell(?:ular)?|whatsapp|"
+    r"\u7535\u8bdd|\u5ea7\u673a|\u624b\u673a|\u4f20\u771f|\u8054\u7cfb\u65b9\u5f0f)(?![A-Za-z])"
+)
+_BANK_WORDS = (
+    rf"(?i)(?:(?<![A-Za-z])(?:account|acct|a/c|routing|aba|\u8d26\u6237){_MARKED_GAP}|"
+    r"(?:\u8d26\u53f7|\u5e10\u53f7|\u5361\u53f7)[\s:]{0,3})"
+)
 _RULES: tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...] = tuple(
     (kind, re.compile(pattern), check)
     for kind, pattern, check in (
@@ -88,25 +125,37 @@ _RULES: tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...] = tuple(
         ("SECRET", r"(?i)\bbearer\s+([\w.~+/-]{20,}=*)", _key_like),
         ("SECRET", r"(?i)(?:passw(?:or)?d|secret|api[_-]?key|access[_-]?token)[\"']?\s{0,3}[:=]"
          r"\s{0,3}[\"']?([^\s\"'\[\]]{8,200})", _key_like),
-        ("EMAIL", r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}"
+        ("EMAIL", rf"(?<![{_WORD}._%+-])[{_WORD}._%+-]{{1,64}}@(?:[{_WORD}-]{{1,63}}\.){{1,8}}"
          r"[A-Za-z]{2,24}", _always),
+        ("EMAIL", r"(?i)(?<![a-z0-9._%+-])[a-z0-9._%+-]{1,64} ?[\[(]at[\])] ?"
+         r"(?:[a-z0-9-]{1,63}(?:\.| ?[\[(]dot[\])] ?)){1,8}[a-z]{2,24}(?![a-z])", _always),
         ("IBAN", _L + r"[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?" + _R, iban),
         ("ID", _L + r"[1-9]\d{5}(?:19|20)\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])\d{3}[\dXx]"
          + _R, resident_id),
+        ("ID", r"\u8eab\u4efd\u8bc1(?:\u53f7\u7801|\u53f7)?[\s:]{0,3}"
+         r"([1-9]\d{7}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])\d{3})(?!\d)", _always),
+        ("PASSPORT", r"(?i)(?:passport|passeport|reisepass|pasaporte|\u62a4\u7167)" + _GAP +
+         r"([a-z]{0,2}\d[a-z0-9]{5,8})(?![A-Za-z0-9])", _always),
         ("CARD", _L + r"[3-6]\d{3}(?:[ -]?\d{4,6}){2}(?:[ -]?\d{1,5}){0,2}" + _R, _card),
         ("SSN", _L + r"(?!000|666|9)\d{3}-(?!00)\d{2}-(?!0000)\d{4}" + _R, _always),
+        ("SSN", r"(?i)(?<![a-z])(?:ssn|social security)" + _GAP + r"(\d{3}[ -]?\d{2}[ -]?\d{4})"
+         r"(?!\d)", _always),
+        ("ACCOUNT", _BANK_WORDS + r"(\d{2,24}(?:[ -]\d{2,8}){0,8})(?!\d)", _account),
         (
             "PHONE",
             r"(?<![\w+])(?:\+[1-9]\d{0,3}|(?<!\d[ -])00[1-9]\d{0,2}[ -])"
             r"(?:[ ./-]{0,2}\(?\d{1,5}\)?){2,6}" + _R,
             _international,
         ),
-        ("PHONE", _L + r"(?:86[ -]?)?1[3-9]\d[ -]?\d{4}[ -]?\d{4}" + _R, _always),
-        ("PHONE", _L + r"\(?0(?:10|2\d|[3-9]\d{2})\)?[ -]\d{3,4}[ -]?\d{4}(?:-\d{1,5})?" + _R,
-         _always),
+        ("PHONE", _L + r"(?<![$\u00a5\uffe5\u20ac\u00a3])(?:86[ -]?)?1[3-9]\d[ -]?\d{4}[ -]?\d{4}"
+         + _R + r"(?!\s?(?:\u5143|\u4e07|\u4ebf))", _mobile),
+        ("PHONE", _L + r"(?:\(0(?:10|2\d|[3-9]\d{2})\)[ -]?|0(?:10|2\d|[3-9]\d{2})[ -])"
+         r"\d{3,4}[ -]?\d{4}(?:(?:-|\u8f6c)\d{1,6})?" + _R, _always),
         ("PHONE", _L + r"(?:1[ .-])?(?:(?:\([2-9]\d{2}\) ?|[2-9]\d{2}-)[2-9]\d{2}-\d{4}|"
-         r"[2-9]\d{2}\.[2-9]\d{2}\.\d{4})" + _R,
+         r"[2-9]\d{2}\.[2-9]\d{2}\.\d{4})(?: ?(?:ext|x)\.? ?\d{1,6})?" + _R,
          _always),
+        ("PHONE", _PHONE_WORDS + _GAP + r"(\+?\d(?:[ ./()-]{0,3}\d){6,14})(?![A-Za-z0-9])",
+         _national),
         ("IP", r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)", _address),
         ("IP", r"(?<![\w:.])(?:[0-9A-Fa-f]{1,4}:){2,7}(?::?[0-9A-Fa-f]{1,4})"
          r"(?::[0-9A-Fa-f]{1,4}){0,6}(?![\w:])", _address),

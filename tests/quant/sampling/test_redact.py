@@ -29,6 +29,19 @@ KEY = "-----BEGIN RSA PRIVATE KEY-----\nMIIEabc+/=\n-----END RSA PRIVATE KEY----
         ("Authorization: Bearer abcdef0123456789abcdef01", "Authorization: Bearer [SECRET_1]"),
         ('"password": "hunter2hunter"', '"password": "[SECRET_1]"'),
         (f"x {KEY} y", "x [PRIVATE_KEY_1] y"),
+        ("müller@example.de or john (at) example (dot) com", "[EMAIL_1] or [EMAIL_2]"),
+        ("(212) 555-0143 ext. 12; Tel: 2125550143", "[PHONE_1]; Tel: [PHONE_2]"),
+        ("Tel.: 030 901820, Fax 089/1234-567", "Tel.: [PHONE_1], Fax [PHONE_2]"),
+        ("Tél. 01 23 45 67 89; mobile 07700 900123", "Tél. [PHONE_1]; mobile [PHONE_2]"),
+        ("Facsimile No.: 020 7946 0958", "Facsimile No.: [PHONE_1]"),
+        ("电话：01062345678，（010）62345678转8001", "电话：[PHONE_1]，[PHONE_2]"),
+        ("0086-13812345678 or +86 138 1234 5679", "[PHONE_1] or [PHONE_2]"),
+        ("passport no. E12345678", "passport no. [PASSPORT_1]"),
+        ("护照号码：EJ1234567", "护照号码：[PASSPORT_1]"),
+        ("身份证号：110105491231002", "身份证号：[ID_1]"),
+        ("SSN: 123456789", "SSN: [SSN_1]"),
+        ("Routing: 325070760 Account :676313880", "Routing: [ACCOUNT_1] Account :[ACCOUNT_2]"),
+        ("账号：1202 0209 0990 0123 456", "账号：[ACCOUNT_1]"),
     ],
 )
 def test_what_is_personal_is_replaced(text: str, expected: str) -> None:
@@ -51,6 +64,13 @@ def test_what_is_personal_is_replaced(text: str, expected: str) -> None:
         "ISBN 978-3-16-148410-0",
         "the secret: nobody knows; password: required",
         "[EMAIL_1] [PHONE_2] [SECRET_1]",
+        "合同编号：HT-2023-0001-138, Contract No. 2019-0012345, File No. 001-38402",
+        "人民币15500000000元, RMB 18600000000, ￥13812345678",
+        "2019-01-01 to 2020-12-31, dated 12/31/1999; fax 12/31/1999",
+        "发票代码 144031909110 统一社会信用代码91110000802100433B",
+        "the account of 2019 2020 2021; tel quel 1234567; phone 12 months 2019",
+        "CUSIP 037833100, ZIP 94103-1234, patent US 7,123,456, 订单号202301011234567890",
+        "a passport 2019 edition, passports for 123456 people",
     ],
 )
 def test_what_only_looks_so_is_left(text: str) -> None:
