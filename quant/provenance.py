@@ -8,12 +8,14 @@ Knows no models and no methods.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -95,7 +97,23 @@ def job_identity(
         "kv_cache": plan.kv_cache,
         "calibration": None if calibration is None else calibration.digest,
         "tools": tools(device, ranks),
+        "quant_sources": own_sources(),
     }
+
+
+@cache
+def own_sources() -> str:
+    """Digest of the code that quantizes: between two releases it changes under one version."""
+    return sources_digest(Path(__file__).parent)
+
+
+def sources_digest(folder: Path) -> str:
+    """sha256 (hex) over names and contents of all Python files in `folder` and below."""
+    whole = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        own = hashlib.sha256(path.read_bytes()).hexdigest()
+        whole.update(f"{path.relative_to(folder).as_posix()} {own}\n".encode())
+    return whole.hexdigest()
 
 
 def is_made_by(manifest: Manifest, identity: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quant import provenance
 from quant.artifact.artifact import open_artifact
 from quant.artifact.errors import ArtifactError, StorageError
 from quant.artifact.writer import ArtifactWriter
@@ -156,3 +157,26 @@ def test_another_job_is_not_mixed_in(
     assert json.loads((tmp_path / "art.partial" / "job.json").read_bytes())
     with pytest.raises(StorageError, match="unfinished job that differs in"):
         make(model, out)
+
+
+def test_code_that_has_changed_does_not_go_on(
+    whole: tuple[Path, RunReport], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two algorithms must not meet in one artifact, though both call themselves one version."""
+    model, _ = whole
+    killed(model, tmp_path / "art", at_layer=1)
+    monkeypatch.setattr(provenance, "own_sources", lambda: "edited")
+    with pytest.raises(StorageError, match="differs in: quant_sources"):
+        make(model, tmp_path / "art")
+
+
+def test_sources_are_told_apart_by_name_and_content(tmp_path: Path) -> None:
+    found = []
+    for name, text in (("a.py", "x = 1\n"), ("a.py", "x = 2\n"), ("b.py", "x = 2\n")):
+        folder = tmp_path / str(len(found))
+        (folder / "methods").mkdir(parents=True)
+        (folder / "methods" / name).write_text(text)
+        found.append(provenance.sources_digest(folder))
+        (folder / "methods" / "a.pyc").write_bytes(b"compiled")
+        assert provenance.sources_digest(folder) == found[-1]
+    assert len(set(found)) == 3
