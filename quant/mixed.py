@@ -38,7 +38,7 @@ from quant.mixed_plan import (
     survey,
     written_out,
 )
-from quant.mixed_scores import ScoreSettings, measure_scores
+from quant.mixed_scores import ScoreSettings, measure_scores, parts_of
 from quant.pipeline import DTYPES, Progress, Silent, run, tokens_at_once
 from quant.plan import Plan
 from quant.provenance import job_identity, tools
@@ -202,6 +202,13 @@ def choose_plan(job: MixedJob, progress: Progress | None = None) -> Chosen:
     return finish(job, scores, built, best)
 
 
+def score_windows(job: MixedJob) -> list[list[int]]:
+    """Evenly drawn calibration windows, their beginnings: one is a sample, however long it is."""
+    asked, samples = job.recipe.mixed, job.fit.samples
+    every = max(1, len(samples) // asked.windows)
+    return [window[: asked.tokens] for window in samples[::every][: asked.windows]]
+
+
 def search_kl(
     build: Callable[[Allocation, str], Built],
     groups: Sequence[Group],
@@ -285,14 +292,13 @@ class Workshop:
         """Sensitivity of each group in each choice, from the folder or measured."""
         job = self.job
         plan = job.planner(written_out(job.recipe, []))
-        every = max(1, len(job.fit.samples) // job.recipe.mixed.windows)
-        windows = job.fit.samples[::every][: job.recipe.mixed.windows]
+        windows = score_windows(job)
         settings = ScoreSettings(
             dtype=DTYPES[plan.dtype], device=job.device, draws=job.recipe.mixed.draws,
             seed=job.recipe.calibration.seed,
             batch_tokens=tokens_at_once(job.recipe, plan, job.device),
         )  # fmt: skip
-        steps = Steps(self.progress, 2 * plan.num_layers * -(-len(windows) // 8))
+        steps = Steps(self.progress, 2 * plan.num_layers * len(parts_of(windows)))
         found = measure_scores(
             job.source, job.space, windows, settings, job.folder / "scores.json", steps.tell
         )

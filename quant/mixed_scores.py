@@ -24,7 +24,8 @@ from quant.provenance import device_class
 from quant.sensitivity import Tell, fisher_sensitivity
 
 SCORES_VERSION = 1
-WINDOWS_AT_ONCE = 8
+# Hidden states at every layer's door are in memory for so many tokens.
+TOKENS_AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ def measure_scores(
     not finite.
     """
     key = _key(source, space, windows, settings)
-    parts = [windows[i : i + WINDOWS_AT_ONCE] for i in range(0, len(windows), WINDOWS_AT_ONCE)]
+    parts = parts_of(windows)
     done, sums = _read(cache, key)
     for index in range(done, len(parts)):
         found = _scores(source, space, parts[index], settings, index, len(parts), tell)
@@ -63,6 +64,19 @@ def measure_scores(
         _write(cache, key, index + 1, sums)
     total = sum(map(len, windows))
     return {name: [value / total for value in values] for name, values in sums.items()}
+
+
+def parts_of(windows: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+    """Windows in order, at most TOKENS_AT_ONCE tokens together (a longer one alone)."""
+    found: list[list[Sequence[int]]] = []
+    room = 0
+    for window in windows:
+        if not found or len(window) > room:
+            found.append([])
+            room = TOKENS_AT_ONCE
+        found[-1].append(window)
+        room -= len(window)
+    return found
 
 
 def _scores(

@@ -111,10 +111,11 @@ class SmoothSettings(_Section):
 
 
 class MixedSettings(_Section):
-    """`mixed:`; windows that sensitivity is measured on, gradients drawn for each, windows that
-    built plans are judged on, plans that are built."""
+    """`mixed:`; windows that sensitivity is measured on, how many tokens of each, gradients drawn
+    for each, windows that built plans are judged on, plans that are built."""
 
     windows: Annotated[StrictInt, Field(ge=1)] = 64
+    tokens: Annotated[StrictInt, Field(ge=8)] = 256
     draws: Annotated[StrictInt, Field(ge=1, le=64)] = 4
     heldout: Annotated[StrictInt, Field(ge=1)] = 16
     plans: Annotated[StrictInt, Field(ge=1, le=16)] = 3
