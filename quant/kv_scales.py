@@ -27,6 +27,7 @@ from quant.artifact.layout import FP8_MAX
 from quant.capture import Stream, collect_kv
 from quant.kv_search import KEY, VALUE, Trial, round_to_fp8
 from quant.modelling import KVTap
+from quant.straight_through import straight_through
 
 HEADROOM = 2.0
 SMALL = 0.125
@@ -157,6 +158,9 @@ def _guess(absmax: float, dtype: torch.dtype) -> float:
 
 def fake_quantize_kv(key_scale: Tensor, value_scale: Tensor) -> KVTap:
     """A tap that rounds keys and values [B, kv heads, T, head dim] to what the cache will hold;
-    scales are [1] or [kv heads, 1, 1]."""
+    scales are [1] or [kv heads, 1, 1]. Gradients pass as if nothing were rounded."""
 
-    return lambda key, value: (round_to_fp8(key, key_scale), round_to_fp8(value, value_scale))
+    return lambda key, value: (
+        straight_through(key, lambda states: round_to_fp8(states, key_scale)),
+        straight_through(value, lambda states: round_to_fp8(states, value_scale)),
+    )

@@ -37,6 +37,7 @@ from quant.outliers import input_outliers, weight_outliers
 from quant.parallel import Ranks
 from quant.plan import PlanRow
 from quant.report import ModuleResult
+from quant.straight_through import straight_through
 
 Run = Callable[[Tensor, Tensor], object]
 
@@ -252,9 +253,15 @@ def install(linear: nn.Linear, weight: QuantizedWeight) -> None:
 
 
 def quantize_input(linear: nn.Linear, activations: ActivationScheme) -> RemovableHandle:
-    """Round the input of `linear` to its codes on every call, until the handle is removed."""
+    """Round the input of `linear` to its codes on every call, until the handle is removed.
+
+    Gradients pass as if it were not rounded.
+    """
     return linear.register_forward_pre_hook(
-        lambda _, args: (fake_quantize_activations(args[0], activations), *args[1:])
+        lambda _, args: (
+            straight_through(args[0], lambda x: fake_quantize_activations(x, activations)),
+            *args[1:],
+        )
     )
 
 
