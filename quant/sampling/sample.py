@@ -29,7 +29,7 @@ from quant.sampling.alike import (
     signature,
 )
 from quant.sampling.leakage import find_leaks, read_gate
-from quant.sampling.readers import find_files, read_items, stem
+from quant.sampling.readers import TEXT_SUFFIXES, find_files, read_items, stem
 from quant.sampling.records import calibration_row, strings, system_text
 from quant.sampling.redact import redact, secrets
 from quant.sampling.report import SampleReport, StratumReport
@@ -88,6 +88,7 @@ class _Scan:
     bad: int = 0
     equal: int = 0
     faults: list[str] = field(default_factory=list)
+    lost: list[tuple[Path, CalibrationError]] = field(default_factory=list)  # nothing usable in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,7 @@ def _rows(
                     item,
                     where,
                     stem(path),
-                    text_field=settings.text_field,
+                    text_field=None if path.suffix in TEXT_SUFFIXES else settings.text_field,
                     source_field=settings.source_field,
                 ),
             )
@@ -178,6 +179,7 @@ def _scan(
 ) -> _Scan:
     scan = _Scan()
     for index, path in enumerate(files):
+        usable, first = scan.rows - scan.bad, None
         for number, (_, row) in enumerate(_rows(path, settings)):
             scan.rows += 1
             if scan.rows % _EVERY == 0:
@@ -185,9 +187,12 @@ def _scan(
             if row is None:
                 scan.blank += 1
             elif isinstance(row, CalibrationError):
+                first = first or row
                 _note_fault(scan, row, settings)
             else:
                 _keep(scan, row, index, number, settings.seed, length)
+        if first is not None and scan.rows - scan.bad == usable:
+            scan.lost.append((path, first))
     return scan
 
 
@@ -242,6 +247,12 @@ def _check_faults(scan: _Scan, files: Sequence[Path], settings: SampleSettings) 
         raise CalibrationError(
             f"{names}: no usable row: of {scan.rows} rows {scan.blank} are blank and {scan.bad} "
             f"malformed{first}"
+        )
+    if scan.lost and not settings.skip_bad:
+        more = f" (and {len(scan.lost) - 1} more such files)" if len(scan.lost) > 1 else ""
+        raise CalibrationError(
+            f"{scan.lost[0][0]}: no row of it can be used{more}; the first: {scan.lost[0][1]}. "
+            "Leave it out of --from, or give --skip-bad"
         )
     if scan.bad > BAD_SHARE * scan.rows and not settings.skip_bad:
         raise CalibrationError(

@@ -99,6 +99,18 @@ def test_the_wrong_field_names_file_line_found_and_expected(tmp_path: Path) -> N
     assert draw(tmp_path / "out.jsonl", path, text_field="body_text").kept == 1
 
 
+def test_text_files_have_no_fields_and_a_file_is_not_lost_silently(tmp_path: Path) -> None:
+    """One field name for the tables of a mixed set must not cost its documents."""
+    log = write(tmp_path / "log.jsonl", [{"body": words(i, 20)} for i in range(300)])
+    (tmp_path / "contract.txt").write_text(words(1000, 50))
+    report = draw(tmp_path / "out.jsonl", log, tmp_path / "contract.txt", text_field="body")
+    assert report.malformed == 0
+    other = write(tmp_path / "gold.jsonl", [{"gold": 1}] * 2)
+    with pytest.raises(CalibrationError, match=r"gold.jsonl: no row of it can be used; the first"):
+        draw(tmp_path / "two.jsonl", log, other, text_field="body")
+    assert draw(tmp_path / "two.jsonl", log, other, text_field="body", skip_bad=True).malformed == 2
+
+
 def test_blank_and_malformed_rows_are_counted_and_too_many_refused(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     rows = [json.dumps({"text": words(i, 20)}) for i in range(300)]
