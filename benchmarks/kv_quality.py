@@ -39,7 +39,7 @@ from benchmarks.quality import (
 )
 from quant.artifact.artifact import Artifact, open_artifact
 from quant.checkpoint import Source
-from quant.kv_scales import fake_quantize_kv
+from quant.kv_scales import fake_quantize_kv, fake_quantize_kv_to_int8
 from quant.modelling import ATTENTION, KVTap
 from quant.source import open_source
 
@@ -128,21 +128,21 @@ def plant(query: Tensor, key: Tensor, channels: Tensor, head_dim: int) -> None:
 
 def taps_of(artifact: Artifact, device: str) -> dict[str, list[KVTap | None]]:
     """By the scales' name, what every layer's keys and values go through."""
-    assert artifact.manifest.kv_cache is not None
-    layers = range(len(artifact.manifest.kv_cache.modules))
+    layers = range(artifact.config["num_hidden_layers"])
     one = torch.ones(1, device=device)
-    own = [artifact.kv_scales(i) for i in layers]
     return {
         "none": [None for _ in layers],
         UNIT_SCALES: [fake_quantize_kv(one, one) for _ in layers],
-        "own": [_tap(scales, device) for scales in own],
+        "own": [_own_tap(artifact, i, device) for i in layers],
     }
 
 
-def _tap(scales: tuple[float, float] | Tensor | None, device: str) -> KVTap | None:
-    if scales is None:
+def _own_tap(artifact: Artifact, layer: int, device: str) -> KVTap | None:
+    if layer in artifact.kv_kept_layers:
         return None
-    key, value = torch.as_tensor(scales, dtype=torch.float32, device=device)
+    if artifact.kv_cache_dtype == "int8":
+        return fake_quantize_kv_to_int8()
+    key, value = torch.as_tensor(artifact.kv_scales(layer), dtype=torch.float32, device=device)
     return fake_quantize_kv(key.view(-1, 1, 1), value.view(-1, 1, 1))
 
 

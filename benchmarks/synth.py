@@ -35,6 +35,7 @@ from quant.artifact.manifest import (
     SourceRecord,
     scheme_tables,
 )
+from quant.artifact.scheme import KV_SCHEMES
 from quant.artifact.shipped import resolve_input
 from quant.artifact.writer import ArtifactWriter
 from quant.errors import QuantError, RecipeError
@@ -134,7 +135,7 @@ def _identity(job: Job) -> dict[str, Any]:
 
 def _manifest(job: Job) -> Manifest:
     plan, recipe = job.plan, job.recipe
-    attention = tuple(f"model.layers.{i}.self_attn" for i in range(plan.num_layers))
+    attention = tuple(f"model.layers.{i}.self_attn" for i in plan.kv_layers)
     return Manifest(
         created_by="weighbridge benchmarks.synth",
         architecture=plan.architecture,
@@ -179,7 +180,7 @@ def shard_tensors(job: Job, index: int) -> dict[str, Tensor]:
     for name in job.model.shapes:
         if name.startswith(prefix if index else "model.layers.") == bool(index):
             stored |= _stored(job, name, rows.get(name.removesuffix(".weight")))
-    if index and job.plan.kv_cache != "none":
+    if index - 1 in job.plan.kv_layers and KV_SCHEMES[job.plan.kv_cache].has_stored_scales:
         scale = torch.tensor([_KV_SCALE], dtype=DTYPES[job.plan.dtype])
         if job.plan.kv_cache == "fp8-head":
             scale = scale.repeat(job.model.config["num_key_value_heads"])[:, None, None]
@@ -229,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--group-size", choices=["32", "64", "128", "channel"])
     parser.add_argument("--asymmetric", action="store_true", help="zero points")
     parser.add_argument("--lm-head", choices=["dense", "w8a16"], help="the output head")
-    parser.add_argument("--kv-cache", choices=["none", "fp8"], help="fp8 stores scales")
+    parser.add_argument("--kv-cache", choices=["none", *KV_SCHEMES], help="fp8 stores scales")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="of scales and dense tensors")
     parser.add_argument("--workers", type=_count, help="shards written at a time")
     parser.add_argument("--overwrite", action="store_true", help="replace an artifact at --out")

@@ -174,7 +174,9 @@ def calibrate(job: Job) -> Calibration | None:
         return None
     check_calibration(job)
     if job.space is None:
-        return load_calibration(job.calib, job.source.tokenizer(), job.recipe.calibration)
+        return load_calibration(
+            job.calib, job.source.tokenizer(), job.recipe.calibration, longest=_longest_text(job)
+        )
     return _fit_and_heldout(job)[0]
 
 
@@ -195,9 +197,18 @@ def _fit_and_heldout(job: Job) -> tuple[Calibration, list[list[int]]]:
         )
     heldout = min(wanted, max(1, len(drawn) // 4))
     first = asked.model_copy(update={"samples": min(asked.samples, len(drawn) - heldout)})
-    fit = load_calibration(job.calib, tokenizer, first)
+    fit = load_calibration(job.calib, tokenizer, first, longest=_longest_text(job))
     assert fit.samples == drawn[: first.samples]
     return fit, drawn[first.samples :][:wanted]
+
+
+def _longest_text(job: Job) -> int:
+    """Tokens of the longest text that KV scales are measured on, 0 where there are none."""
+    if not job.recipe.calibrates_kv:
+        return 0
+    limit = int(job.source.config.get("max_position_embeddings") or 0)
+    asked = job.recipe.calibration.kv_max_tokens
+    return min(asked, limit) if limit else asked
 
 
 def check_calibration(job: Job) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,11 +44,15 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Token windows in a fixed order, their digest (sha256 over lengths and ids), the coverage."""
+    """Token windows in a fixed order, their digest (sha256 over lengths and ids), the coverage.
+
+    long_samples: the beginnings of the longest rows, for what depends on length; in the digest too.
+    """
 
     samples: list[list[int]]
     digest: str
     coverage: Coverage
+    long_samples: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +77,15 @@ class _Windows:
 
 
 def load_calibration(
-    paths: Path | Sequence[Path], tokenizer: Tokenizer, settings: CalibrationSettings
+    paths: Path | Sequence[Path],
+    tokenizer: Tokenizer,
+    settings: CalibrationSettings,
+    *,
+    longest: int = 0,
 ) -> Calibration:
     """Read one or more JSONL files into at most `settings.samples` windows of <= `max_tokens` ids.
+
+    Rows longer than a window also give `kv_samples` long ones of up to `longest` ids (0: none).
 
     Raises CalibrationError with file and line for rows that cannot be used, and when no row can.
     """
@@ -93,7 +103,13 @@ def load_calibration(
     documents = _distinct([_render(row, tokenizer, settings.seed) for row in rows])
     cut = [_cut(document, tokenizer, settings) for document in _draw(documents, settings.samples)]
     used = _take(cut, settings.samples)
-    return _account(files, counts, len(rows), documents, cut, used, settings)
+    long_samples = _long_windows(cut, tokenizer, settings, longest)
+    found = _account(files, counts, len(rows), documents, cut, used, settings)
+    if not long_samples:
+        return found
+    return replace(
+        found, long_samples=long_samples, digest=_digest([*found.samples, *long_samples])
+    )
 
 
 def windows_from_token_lists(token_lists: Iterable[Sequence[int]]) -> Calibration:
@@ -197,6 +213,17 @@ def _cut(document: _Document, tokenizer: Tokenizer, settings: CalibrationSetting
         template_tokens=template,
         tail_tokens=tail,
     )
+
+
+def _long_windows(
+    cut: Sequence[_Windows], tokenizer: Tokenizer, settings: CalibrationSettings, longest: int
+) -> list[list[int]]:
+    """The first `longest` ids of each of the longest documents that a window does not hold."""
+    if longest <= settings.max_tokens:
+        return []
+    held = [c for c in cut if c.num_tokens > settings.max_tokens]
+    ranked = sorted(held, key=lambda c: (-c.num_tokens, c.document.key))[: settings.kv_samples]
+    return [_tokenize(tokenizer, c.document.text, not c.document.is_chat)[:longest] for c in ranked]
 
 
 def _tokenize(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

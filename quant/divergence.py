@@ -21,7 +21,8 @@ from quant.artifact.artifact import Artifact
 from quant.artifact.scheme import DENSE
 from quant.capture import Stream, make_batches, tapped
 from quant.checkpoint import Source
-from quant.kv_scales import fake_quantize_kv, scale_names
+from quant.kv_layer import stored_tap
+from quant.kv_scales import scale_names
 from quant.layer_job import dense_state, quantize_input
 from quant.modelling import HEAD, Skeleton, linear_of
 from quant.sensitivity import Tell
@@ -99,7 +100,8 @@ class Judge:
         for name, scheme in schemes.items():
             if scheme.activations is not None:
                 quantize_input(linear_of(layer, name.removeprefix(prefix)), scheme.activations)
-        rounding = fake_quantize_kv(*scales) if scales else None
+        is_kept = index in artifact.kv_kept_layers
+        rounding = stored_tap(None if is_kept else artifact.manifest.kv_scheme(), scales)
         attention = layer.get_submodule("self_attn")
         with nullcontext() if rounding is None else tapped(attention, rounding):
             stream.advance(

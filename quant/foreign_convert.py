@@ -46,10 +46,9 @@ def foreign_plan(dense: Plan, source: QuantizedSource) -> Plan:
         for row in dense.rows
     )
     check_fused(rows)
-    kv_cache = "none"
-    if source.kv is not None:
-        kv_cache = "fp8" if source.kv.strategy == "tensor" else "fp8-head"
-    return replace(dense, rows=rows, warnings=(), kv_cache=kv_cache)
+    kv_cache = "none" if source.kv is None else source.kv.label
+    kv_layers = () if source.kv is None else tuple(range(dense.num_layers))
+    return replace(dense, rows=rows, warnings=(), kv_cache=kv_cache, kv_layers=kv_layers)
 
 
 def convert(

@@ -35,6 +35,7 @@ HEADROOM_OF_SMALL = 16.0
 # Octaves tried, the guess's own included, and scales tried in the best of them.
 OCTAVES = 5
 STEPS = 16
+INT8_MAX = 127.0
 
 
 def scale_names(layer_prefix: str) -> tuple[str, str]:
@@ -53,12 +54,14 @@ def scale_for(absmax: float) -> float:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerScales:
     """Scales of one layer as they are stored, [1] each or [kv heads, 1, 1], and what they cost:
-    rms error of the attention output over its rms, with these scales and with scales of 1."""
+    rms error of the attention output over its rms, with these scales and with scales of 1, on
+    texts of up to `longest_text` tokens."""
 
     key: Tensor
     value: Tensor
     error: float
     error_of_one: float
+    longest_text: int
 
 
 def choose_scales(
@@ -85,6 +88,7 @@ def choose_scales(
             key=sides[0].scales, value=sides[1].scales,
             error=(sum(s.error for s in sides) / trial.square_sum) ** 0.5,
             error_of_one=(sum(s.error_of_one for s in sides) / trial.square_sum) ** 0.5,
+            longest_text=trial.longest_text,
         )  # fmt: skip
 
     return streams[-1].ranks.first(choose)  # rank 0 has the longest window
@@ -163,4 +167,21 @@ def fake_quantize_kv(key_scale: Tensor, value_scale: Tensor) -> KVTap:
     return lambda key, value: (
         straight_through(key, lambda states: round_to_fp8(states, key_scale)),
         straight_through(value, lambda states: round_to_fp8(states, value_scale)),
+    )
+
+
+def round_kv_to_int8(states: Tensor) -> Tensor:
+    """`states` [B, kv heads, T, D] as an int8 cache holds them: a scale of largest / 127 for each
+    token and head."""
+    values = states.float()
+    scale = values.abs().amax(-1, keepdim=True) / INT8_MAX
+    scale = torch.where(scale == 0, 1.0, scale)
+    return ((values / scale).round() * scale).to(states.dtype)
+
+
+def fake_quantize_kv_to_int8() -> KVTap:
+    """A tap that rounds keys and values as an int8 cache will."""
+    return lambda key, value: (
+        straight_through(key, round_kv_to_int8),
+        straight_through(value, round_kv_to_int8),
     )

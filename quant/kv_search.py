@@ -100,6 +100,11 @@ class Trial:
         """Of the exact answers."""
         return sum(float((q.exact.square() * q.counts).sum()) for q in self.questions)
 
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text that was asked about."""
+        return max(question.call.key.shape[2] for question in self.questions)
+
     def errors(self, side: int, scales_CK: Tensor) -> Tensor:
         """Summed square error [C, K], on the CPU, of keys or values rounded by each candidate."""
         totals = []

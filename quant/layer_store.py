@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quant.artifact.writer import ArtifactWriter
 from quant.parallel import Ranks
-from quant.provenance import read_results, store_results
-from quant.report import ModuleResult
+from quant.provenance import read_results, store_kv_result, store_results
+from quant.report import KVLayerResult, ModuleResult
 
 
 class LayerStore:
@@ -38,6 +38,11 @@ class LayerStore:
             store_results(self._writer, shard, results)
             self._writer.write_shard(shard, tensors)
         self._committed.add(shard)
+
+    def keep_kv(self, result: KVLayerResult) -> None:
+        """Make a layer's row of the KV report durable; call before the layer is committed."""
+        if self._writer is not None:
+            store_kv_result(self._writer, result)
 
     def read(self, shard: int) -> dict[str, Tensor]:
         """The tensors of a committed shard, read back from disk."""

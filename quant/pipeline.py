@@ -36,7 +36,8 @@ from quant.checkpoint import Source
 from quant.errors import PipelineError, SourceError
 from quant.expert_job import quantize_experts
 from quant.folds import MAPPINGS
-from quant.kv_scales import choose_scales, fake_quantize_kv, scale_names
+from quant.kv_layer import layer_scales, planned_kv, stored_tap
+from quant.kv_scales import scale_names
 from quant.layer_job import (
     MethodSettings,
     dense_state,
@@ -90,8 +91,9 @@ class Silent:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """What one run works with. `calibration` is None when no method needs statistics. Of both
-    streams each rank has its share (of the probe, rank 0 has all)."""
+    """What one run works with. `calibration` is None when no method needs statistics; `long_texts`
+    are for KV scales alone. Of all streams each rank has its share (of the probe, rank 0 has
+    all)."""
 
     source: Source
     plan: Plan
@@ -101,11 +103,13 @@ class Job:
     smooth: SmoothSettings | None
     calibration: Stream | None
     probe: Stream
+    long_texts: Stream | None = None
     results: dict[str, ModuleResult] = field(default_factory=dict)
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        return (self.probe,) if self.calibration is None else (self.calibration, self.probe)
+        every = (self.calibration, self.long_texts, self.probe)
+        return tuple(stream for stream in every if stream is not None)
 
     def schemes(self, layer: int | None) -> dict[str, Scheme]:
         """Schemes of a layer's linears (None: of lm_head)."""
@@ -294,6 +298,13 @@ def start_job(
         mine = share_of([len(ids) for ids in windows], ranks)
         batches = make_batches(windows, tokens_at_once(recipe, plan, device), mine)
         streams.append(Stream(batches=batches, ranks=ranks))
+    long_texts = None
+    if calibration is not None and calibration.long_samples and recipe.calibrates_kv:
+        windows = list(calibration.long_samples)
+        windows *= -(-ranks.size // len(windows))  # each rank has one; twice the same is harmless
+        mine = share_of([len(ids) for ids in windows], ranks)
+        long_texts = Stream(batches=make_batches(windows, 1, mine), ranks=ranks)
+        streams.append(long_texts)
     embedding = stored_tensors(source, settings.dtype, ["model.embed_tokens.weight"])
     check_ids(source, streams)
     for stream in streams:
@@ -305,6 +316,7 @@ def start_job(
         source=source, plan=plan, skeleton=skeleton, store=store, settings=settings,
         smooth=SmoothSettings(**recipe.smooth.model_dump()) if plan.is_smoothed else None,
         calibration=streams[1] if len(streams) > 1 else None, probe=streams[0],
+        long_texts=long_texts,
     )  # fmt: skip
 
 
@@ -387,13 +399,21 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
         for name, outcome in outcomes.items():
             results[name] = replace(outcome.result, smoothing=notes.get(name, ""))
             stored.update(stored_parts(name, outcome.weight))
-        if job.plan.kv_cache != "none" and stage is stages[0]:
-            scales = choose_scales(
-                layer, [windows], run_layer, job.settings.dtype,
-                by_head=job.plan.kv_cache == "fp8-head",
-            )  # fmt: skip
-            stored.update(zip(scale_names(prefix), (scales.key, scales.value), strict=True))
+        if stage is stages[0]:
+            stored.update(kv_scales(job, index, layer, run_layer))
     return stored, results
+
+
+def kv_scales(
+    job: Job, index: int, layer: nn.Module, run: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """The scales of the layer's KV cache to store; what they cost is kept for the report."""
+    streams = [job.calibration or job.probe, *([job.long_texts] if job.long_texts else [])]
+    prefix, dtype = job.skeleton.layer_prefix(index), job.settings.dtype
+    scales, result = layer_scales(job.plan, index, prefix, layer, streams, run, dtype)
+    if result is not None:
+        job.store.keep_kv(result)
+    return scales
 
 
 def smooth(
@@ -469,8 +489,8 @@ def advance(job: Job, index: int, tensors: Mapping[str, Tensor]) -> None:
     for name, scheme in schemes.items():
         if scheme.activations is not None:
             quantize_input(linear_of(layer, name.removeprefix(prefix)), scheme.activations)
-    attention = layer.get_submodule("self_attn")
-    rounded = tapped(attention, fake_quantize_kv(*scales)) if scales else nullcontext()
+    tap = stored_tap(planned_kv(job.plan, index), scales)
+    rounded = tapped(layer.get_submodule("self_attn"), tap) if tap else nullcontext()
     with rounded:
         for stream in job.streams:
             stream.advance(

@@ -65,7 +65,8 @@ class Plan:
     """All rows (layer by layer, then lm_head) and what else fixes the artifact's size and cost.
 
     `dtype` is that of dense tensors and scales: float32, float16 or bfloat16. `overrides` are the
-    recipe's patterns in order: a row's note says `override 1` for the first.
+    recipe's patterns in order: a row's note says `override 1` for the first. `kv_layers` are those
+    whose KV cache is quantized.
     """
 
     rows: tuple[PlanRow, ...]
@@ -78,6 +79,7 @@ class Plan:
     is_tied: bool
     needs_calibration: bool
     kv_cache: str
+    kv_layers: tuple[int, ...] = ()
     smoothing: str = "none"
     overrides: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -139,14 +141,33 @@ def make_plan(
         hidden_size=int(text.get("hidden_size", 0)),
         vocab_size=int(text.get("vocab_size", 0)),
         is_tied=is_tied,
-        needs_calibration=recipe.kv_cache != "none"
+        needs_calibration=recipe.calibrates_kv
         or recipe.smoothing != "none"
         or any(r.statistics != "none" for r in rows),
         kv_cache=recipe.kv_cache,
+        kv_layers=_kv_layers(recipe, num_layers),
         smoothing=recipe.smoothing,
         overrides=tuple(rule.match for rule in recipe.overrides),
         warnings=tuple(_warnings(rows, recipe)),
     )
+
+
+def _kv_layers(recipe: Recipe, num_layers: int) -> tuple[int, ...]:
+    """Layers with a quantized KV cache; PlanError where `kv_skip_layers` leaves none, or names one
+    that the model does not have."""
+    if recipe.kv_cache == "none":
+        return ()
+    where = f"{recipe.where('kv_skip_layers')}: kv_skip_layers:"
+    beyond = [i for i in recipe.kv_skip_layers if not -num_layers <= i < num_layers]
+    if beyond:
+        raise PlanError(
+            f"{where} found {beyond[0]}, but the model has layers 0 to {num_layers - 1} "
+            "(-1 is the last)"
+        )
+    skipped = {i % num_layers for i in recipe.kv_skip_layers}
+    if len(skipped) == num_layers:
+        raise PlanError(f"{where} names every layer; write `kv_cache: none` instead")
+    return tuple(i for i in range(num_layers) if i not in skipped)
 
 
 def _check_head(recipe: Recipe, modules: Mapping[str, Any], is_tied: bool) -> None:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors
 import torch
@@ -35,12 +35,13 @@ from quant.artifact.manifest import (
     scheme_tables,
 )
 from quant.artifact.probe import ProbeRecord
+from quant.artifact.scheme import KV_SCHEMES
 from quant.artifact.writer import ArtifactWriter
 from quant.calibration import Calibration
 from quant.checkpoint import Source
 from quant.plan import Plan
 from quant.recipe import Recipe
-from quant.report import ModuleResult, RunReport
+from quant.report import KVLayerResult, ModuleResult, RunReport
 
 # Texts by file name that are made of a run's report and lie beside its artifact.
 Describe = Callable[[RunReport], Mapping[str, str]]
@@ -94,7 +95,7 @@ def job_identity(
         "overrides": recipe.cli_overrides,
         "plan": [[row.module, row.scheme.label, row.method] for row in plan.rows],
         "dtype": plan.dtype,
-        "kv_cache": plan.kv_cache,
+        "kv_cache": [plan.kv_cache, list(plan.kv_layers)],
         "calibration": None if calibration is None else calibration.digest,
         "tools": tools(device, ranks),
         "quant_sources": own_sources(),
@@ -141,7 +142,7 @@ def make_manifest(
     ranks: int,
 ) -> Manifest:
     """The manifest, but for the tables of tensors and files."""
-    attention = [f"model.layers.{i}.self_attn" for i in range(plan.num_layers)]
+    attention = [f"model.layers.{i}.self_attn" for i in plan.kv_layers]
     return Manifest(
         created_by=f"weighbridge {package_version()}",
         architecture=plan.architecture,
@@ -232,6 +233,7 @@ def finish(
             make_report(
                 source, plan, recipe, calibration, writer.out, artifact, results,
                 seconds=seconds, resumed=resumed, device=device, ranks=ranks,
+                kv_layers=read_kv_results(writer, plan.num_layers),
             )
         )  # fmt: skip
         return describe(reports[0])
@@ -253,6 +255,7 @@ def make_report(
     resumed: int,
     device: str,
     ranks: int,
+    kv_layers: tuple[KVLayerResult, ...] = (),
 ) -> RunReport:
     """What was done. `artifact` may still be staged; `out` is where it will be."""
     return RunReport(
@@ -280,6 +283,7 @@ def make_report(
         source_digest=source.digest,
         calibration_digest="" if calibration is None else calibration.digest,
         runtime_serves=source.skeleton.mixture is None,
+        kv_layers=kv_layers,
     )
 
 
@@ -311,9 +315,25 @@ def read_results(writer: ArtifactWriter, shard: int) -> dict[str, ModuleResult]:
     return {name: ModuleResult.from_json(fields) for name, fields in data.items()}
 
 
+def store_kv_result(writer: ArtifactWriter, result: KVLayerResult) -> None:
+    """Keep what a layer's KV cache costs; call before the layer's shard is committed."""
+    write_file(_kv_journal_path(writer, result.layer), json.dumps(asdict(result)).encode())
+
+
+def read_kv_results(writer: ArtifactWriter, num_layers: int) -> tuple[KVLayerResult, ...]:
+    """What `store_kv_result` kept of all layers."""
+    paths = [_kv_journal_path(writer, layer) for layer in range(num_layers)]
+    found = (json.loads(p.read_text(encoding="utf-8")) for p in paths if p.is_file())
+    return tuple(KVLayerResult.from_json(data) for data in found)
+
+
+def _kv_journal_path(writer: ArtifactWriter, layer: int) -> Path:
+    return writer.work_dir / f"kv-{layer:05d}.json"
+
+
 def kv_record(kv_cache: str, attention: Iterable[str]) -> KVRecord | None:
-    """The manifest's entry for the recipe's `kv_cache:` and the attention modules in order."""
+    """The manifest's entry for the recipe's `kv_cache:` and the attention modules that have it."""
     if kv_cache == "none":
         return None
-    strategy: Literal["tensor", "attn_head"] = "attn_head" if kv_cache == "fp8-head" else "tensor"
-    return KVRecord(strategy=strategy, modules=tuple(attention))
+    scheme = KV_SCHEMES[kv_cache]
+    return KVRecord(kind=scheme.kind, strategy=scheme.strategy, modules=tuple(attention))

@@ -50,6 +50,7 @@ MethodName = Literal["none", "rtn", "gptq", "awq"]
 ScaleSearch = Literal["none", "weights", "inputs", "outputs"]
 SchemeName = Literal["dense", "w3a16", "w4a16", "w8a16", "w4a8", "w4a8-fp8", "w8a8", "fp8"]
 HeadSchemeName = Literal["dense", "w8a16"]
+KVCacheName = Literal["none", "fp8", "fp8-head", "int8"]
 GroupSize = Literal[32, 64, 128, "channel"]
 DTypeName = Literal["auto", "float32", "float16", "bfloat16"]
 DEFAULT_GROUP_SIZE = 128
@@ -122,12 +123,14 @@ class MixedSettings(_Section):
 
 
 class CalibrationSettings(_Section):
-    """`calibration:`; samples counts windows, max_tokens and batch_tokens count tokens."""
+    """`calibration:`; samples and kv_samples count windows, the others tokens."""
 
     samples: Annotated[StrictInt, Field(ge=1)] = 256
     max_tokens: Annotated[StrictInt, Field(ge=2)] = 1024
     seed: Annotated[StrictInt, Field(ge=0)] = 0
     batch_tokens: Annotated[StrictInt, Field(ge=1)] = 4096
+    kv_samples: Annotated[StrictInt, Field(ge=1)] = 8
+    kv_max_tokens: Annotated[StrictInt, Field(ge=2)] = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +160,8 @@ class Recipe(_Section):
     lm_head: HeadSchemeName | None = None
     skip: tuple[StrictStr, ...] = (HEAD,)
     overrides: tuple[OverrideRule, ...] = ()
-    kv_cache: Literal["none", "fp8", "fp8-head"] = "none"
+    kv_cache: KVCacheName = "none"
+    kv_skip_layers: tuple[StrictInt, ...] = ()
     smoothing: Literal["none", "search"] = "none"
     smooth: SmoothSettings = SmoothSettings()
     rtn: RTNSettings = RTNSettings()
@@ -233,9 +237,7 @@ class Recipe(_Section):
     @property
     def needs_calibration(self) -> bool:
         """Whether a method or the KV cache scales must see activations."""
-        return (
-            self.sees_inputs or self.kv_cache != "none" or self.smoothing != "none" or self.is_mixed
-        )
+        return self.sees_inputs or self.calibrates_kv or self.smoothing != "none" or self.is_mixed
 
     @property
     def is_mixed(self) -> bool:
@@ -246,6 +248,11 @@ class Recipe(_Section):
     def data(self) -> dict[str, Any]:
         """The keys as they stand in the file, with what the caller changed."""
         return self._merged({})
+
+    @property
+    def calibrates_kv(self) -> bool:
+        """Whether the KV cache has stored scales. (int8 makes its own, token by token.)"""
+        return self.kv_cache in ("fp8", "fp8-head")
 
     @property
     def sees_inputs(self) -> bool:
@@ -398,6 +405,8 @@ def _contradictions(recipe: Recipe) -> Iterator[Finding]:
     for i, pattern in enumerate(recipe.skip):
         yield from _pattern_faults(pattern, ("skip", i))
     yield from _head_faults(recipe)
+    if recipe.kv_skip_layers and recipe.kv_cache == "none":
+        yield ("kv_skip_layers",), "given without a quantized `kv_cache:`; take it out"
     is_off = recipe.smoothing == "none" and "smoothing" in recipe.model_fields_set
     if recipe.method == "awq" and is_off:
         yield (

@@ -64,6 +64,29 @@ def _tuples(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayerResult:
+    """The fp8 KV cache of one layer: its scales (one, or one for each KV head), or those it would
+    have had where `cache` says that it keeps the model's dtype.
+
+    error: rms error of the attention output over its rms that rounding keys and values causes, on
+    texts of up to `longest_text` tokens; error_of_one: the same with scales of 1.
+    """
+
+    layer: int
+    cache: str
+    key_scales: tuple[float, ...]
+    value_scales: tuple[float, ...]
+    error: float
+    error_of_one: float
+    longest_text: int
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> KVLayerResult:
+        """What `asdict` and JSON made of one."""
+        return cls(**{key: _tuples(value) for key, value in data.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SensitivityRow:
     """What one group of modules would lose in one scheme: `loss` (nats of KL, or its estimate).
 
@@ -104,7 +127,8 @@ class RunReport:
     tools: library name -> version. recipe_text: the recipe, verbatim;
     overrides: its keys that were replaced. source_digest, calibration_digest: what it was made of.
     sensitivity, plans: measured and tried by mixed precision, else empty. runtime_serves: whether
-    our runtime knows the architecture (it refuses mixtures of experts).
+    our runtime knows the architecture (it refuses mixtures of experts). kv_layers: of a
+    calibrated KV cache.
     """
 
     model: str
@@ -134,6 +158,7 @@ class RunReport:
     sensitivity: tuple[SensitivityRow, ...] = ()
     plans: tuple[PlanTrial, ...] = ()
     runtime_serves: bool = True
+    kv_layers: tuple[KVLayerResult, ...] = ()
 
     @property
     def total_seconds(self) -> float:

@@ -24,7 +24,7 @@ _NEEDED = ("jinja2", "matplotlib")
 # Keys that reports of version 1.0 lack.
 _SINCE_1_1: dict[str, Any] = {
     "recipe_text": "", "overrides": {}, "source_digest": "", "calibration_digest": "",
-    "sensitivity": [], "plans": [], "runtime_serves": True,
+    "sensitivity": [], "plans": [], "runtime_serves": True, "kv_layers": [],
 }  # fmt: skip
 _MODULE_SINCE_1_1: dict[str, Any] = {
     "weight_outliers": None, "input_outliers": [], "smoothing": "", "note": "",
@@ -88,6 +88,7 @@ def report_html(data: Mapping[str, Any]) -> str:
     environment.filters |= {
         "size": size, "duration": duration, "percent": partial(_format, "{:.2%}"),
         "number": partial(_format, "{:,}"), "one": partial(_format, "{:.1f}"), "db": _decibel,
+        "significant": partial(_format, "{:.3g}"),
     }  # fmt: skip
     full = _printable(_completed(data))
     try:

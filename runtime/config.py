@@ -24,8 +24,9 @@ class EngineConfig:
     Attributes:
         device: "auto" takes CUDA when there is one, else the CPU.
         dtype: compute type; "auto" is float32 on the CPU and the artifact's own type elsewhere.
-        kv_cache_dtype: "auto" follows the artifact's kv_cache_scheme, else the compute type; "int8"
-            has a scale per token and head.
+        kv_cache_dtype: "auto" is what the artifact declares, else the compute type; "int8" has a
+            scale per token and head. Layers that the artifact keeps out of its quantized cache
+            have the compute type under "fp8" and "int8" too.
         max_model_len: longest sequence in tokens; None takes the model's own limit.
         max_num_seqs: most sequences that run at once; None takes 256 on a GPU, 64 on a CPU.
         max_num_batched_tokens: most tokens computed in one step (chunks of prompts and decodes);

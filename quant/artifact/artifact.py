@@ -6,6 +6,7 @@ names the file, tensor or module. It does not repack, place or run anything.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -83,14 +84,30 @@ class Artifact:
 
     def kv_scales(self, layer: int) -> tuple[float, float] | Tensor | None:
         """The scales of the layer's fp8 KV cache: (k, v), or float32 [2, kv heads] where each head
-        has its own; None when the artifact has none."""
+        has its own; None when none are stored, for this layer or for any."""
+        kv = self.manifest.kv_cache
+        if kv is None or not kv.scheme().has_stored_scales or layer in self.kv_kept_layers:
+            return None
+        module = {_layer_of(name): name for name in kv.modules}.get(layer)
+        if module is None:
+            raise IntegrityError(f"{self.path}: no KV scales for layer {layer}")
+        k, v = (self._kv_scale(f"{module}.{leaf}") for leaf in ("k_scale", "v_scale"))
+        return (float(k), float(v)) if kv.strategy == "tensor" else torch.stack((k, v))
+
+    @property
+    def kv_cache_dtype(self) -> Literal["fp8", "int8"] | None:
+        """The element type of the quantized KV cache that the artifact declares, if it does."""
+        kv = self.manifest.kv_cache
+        return None if kv is None else "fp8" if kv.kind == "float" else "int8"
+
+    @property
+    def kv_kept_layers(self) -> frozenset[int]:
+        """Layers that the declared KV cache leaves in the compute type; none without one."""
         kv = self.manifest.kv_cache
         if kv is None:
-            return None
-        if not 0 <= layer < len(kv.modules):
-            raise IntegrityError(f"{self.path}: no KV scales for layer {layer}")
-        k, v = (self._kv_scale(f"{kv.modules[layer]}.{leaf}") for leaf in ("k_scale", "v_scale"))
-        return (float(k), float(v)) if kv.strategy == "tensor" else torch.stack((k, v))
+            return frozenset()
+        layers = {_layer_of(name) for name in self.manifest.modules if ".self_attn." in name}
+        return frozenset(layers - {_layer_of(name) for name in kv.modules})
 
     def tensor_digests(self) -> dict[str, str]:
         """sha256, in hex, of the raw bytes of each tensor, as sealed."""
@@ -114,6 +131,12 @@ class Artifact:
             if not 0 < scale < float("inf"):
                 raise IntegrityError(f"{self.path}: {name} is {scale}, expected a positive number")
         return scales
+
+
+def _layer_of(name: str) -> int:
+    """The decoder layer in a checkpoint name."""
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
 def open_artifact(path: Path, *, verify: Literal["full", "fast"] = "fast") -> Artifact:

@@ -41,9 +41,11 @@ def quantization_config(
 ) -> dict[str, Any]:
     """The `quantization_config` object; {} when nothing is quantized.
 
-    `modules` maps checkpoint names of linears to schemes; dense ones join `ignored`.
+    `modules` maps checkpoint names of linears to schemes; dense ones join `ignored`. `kv` is
+    written where the dialect has a word for it (`dialect_kv`).
     SchemeError when a fused group mixes schemes.
     """
+    kv = dialect_kv(kv)
     quantized = {name: scheme for name, scheme in modules.items() if not scheme.is_dense}
     dense = sorted({*ignored, *(name for name in modules if name not in quantized)})
     if not quantized and kv is None:
@@ -107,6 +109,12 @@ def _args_json(
         "symmetric": symmetric,
         "type": kind,
     }
+
+
+def dialect_kv(kv: KVScheme | None) -> KVScheme | None:
+    """`kv` where `kv_cache_scheme` can say it: a cache whose scales are made at run time it cannot
+    (vLLM refuses integer ones there), so that those stand in artifact.json alone."""
+    return kv if kv is not None and kv.has_stored_scales else None
 
 
 def _kv_json(kv: KVScheme) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quant.artifact.dialect import parse_kv_scheme, parse_quantization_config
+from quant.artifact.dialect import dialect_kv, parse_kv_scheme, parse_quantization_config
 from quant.artifact.errors import (
     ArtifactError,
     IntegrityError,
@@ -174,9 +174,21 @@ def check_modules(manifest: Manifest) -> Iterator[Problem]:
         if record.tied_to is not None and f"{module}.weight" in manifest.tensors:
             message = f"is tied to {record.tied_to}, yet {module}.weight is stored"
             yield Problem(subject=module, message=message, error=ManifestError)
-    for module in manifest.kv_cache.modules if manifest.kv_cache else ():
-        shape = _kv_scale_shape(manifest)
-        for leaf in ("k_scale", "v_scale"):
+    yield from _check_kv(manifest)
+
+
+def _check_kv(manifest: Manifest) -> Iterator[Problem]:
+    """The attention modules with a quantized cache exist, and have their scales if any are due."""
+    kv = manifest.kv_cache
+    if kv is None:
+        return
+    parents = {name.rpartition(".")[0] for name in manifest.modules}
+    for module in kv.modules:
+        if module not in parents:
+            message = "is listed in kv_cache, but has no linears"
+            yield Problem(subject=module, message=message, error=ManifestError)
+        for leaf in ("k_scale", "v_scale") if kv.scheme().has_stored_scales else ():
+            shape = _kv_scale_shape(manifest)
             yield from _check_one(manifest.tensors, f"{module}.{leaf}", shape, _FLOATS)
 
 
@@ -218,7 +230,7 @@ def check_config(config: Mapping[str, Any], manifest: Manifest) -> Iterator[Prob
             other = found[module].label if module in found else "dense"
             message = f"{CONFIG_NAME} says {other}, {MANIFEST_NAME} says {scheme.label}"
             yield Problem(subject=module, message=message, error=ManifestError)
-    if kv != (manifest.kv_cache.scheme() if manifest.kv_cache else None):
+    if kv != dialect_kv(manifest.kv_scheme()):
         message = f"kv_cache_scheme and kv_cache of {MANIFEST_NAME} disagree"
         yield Problem(subject=CONFIG_NAME, message=message, error=ManifestError)
     yield from _check_tied(config, manifest)

@@ -115,15 +115,17 @@ class ModuleRecord(_Record):
 
 
 class KVRecord(_Record):
-    """An fp8 KV cache: `<module>.k_scale` and `.v_scale` for each of `modules`, shape [1], or
-    [kv heads, 1, 1] by the strategy "attn_head".
+    """A quantized KV cache. Of fp8 there are `<module>.k_scale` and `.v_scale` for each of
+    `modules`, shape [1], or [kv heads, 1, 1] by the strategy "attn_head"; of int8 ("token_head")
+    nothing is stored.
 
-    `modules` are the attention modules (`model.layers.0.self_attn`, ...) in layer order.
+    `modules` are the attention modules (`model.layers.0.self_attn`, ...) whose cache is quantized,
+    in layer order. The caches of others have the compute type.
     """
 
     num_bits: Literal[8] = 8
-    kind: Literal["float"] = "float"
-    strategy: Literal["tensor", "attn_head"] = "tensor"
+    kind: Literal["float", "int"] = "float"
+    strategy: Literal["tensor", "attn_head", "token_head"] = "tensor"
     modules: tuple[str, ...] = Field(min_length=1)
 
     def scheme(self) -> KVScheme:
@@ -220,6 +222,10 @@ class Manifest(_Record):
         values = {key: record.scheme() for key, record in self.schemes.items()}
         return {name: values[module.scheme] for name, module in self.modules.items()}
 
+    def kv_scheme(self) -> KVScheme | None:
+        """The KV cache's scheme; SchemeError when the combination is not a supported one."""
+        return None if self.kv_cache is None else self.kv_cache.scheme()
+
     def to_bytes(self) -> bytes:
         """The bytes of artifact.json; their sha256 is the artifact's digest."""
         return canonical_json(self.model_dump(mode="json"))
@@ -242,6 +248,7 @@ def read_manifest(path: Path) -> tuple[Manifest, str]:
     try:
         manifest = _parse(data)
         manifest.module_schemes()
+        manifest.kv_scheme()
     except ValidationError as error:
         raise ManifestError(f"{path}: {validation_message(error)}") from None
     except SchemeError as error:

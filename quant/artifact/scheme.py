@@ -52,12 +52,39 @@ class ActivationScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVScheme:
-    """The KV cache in fp8 e4m3: one stored scale per layer for keys and one for values ("tensor"),
-    or one for each KV head ("attn_head")."""
+    """A quantized KV cache. In fp8 e4m3 one stored scale per layer for keys and one for values
+    ("tensor"), or one for each KV head ("attn_head"); in int8 a scale for each token and KV head,
+    made at run time ("token_head")."""
 
     num_bits: int = 8
-    kind: Literal["float"] = "float"
-    strategy: Literal["tensor", "attn_head"] = "tensor"
+    kind: Literal["float", "int"] = "float"
+    strategy: Literal["tensor", "attn_head", "token_head"] = "tensor"
+
+    def __post_init__(self) -> None:
+        if (self.kind == "int") != (self.strategy == "token_head"):
+            raise SchemeError(
+                "an int8 KV cache has a scale per token and head ('token_head'), an fp8 one per "
+                f"'tensor' or 'attn_head'; not {self.kind} and {self.strategy!r}"
+            )
+
+    @property
+    def label(self) -> str:
+        """What a recipe calls it: `fp8`, `fp8-head` or `int8`."""
+        if self.kind == "int":
+            return "int8"
+        return "fp8" if self.strategy == "tensor" else "fp8-head"
+
+    @property
+    def has_stored_scales(self) -> bool:
+        return self.kind == "float"
+
+
+KV_SCHEMES: dict[str, KVScheme] = {
+    scheme.label: scheme
+    for scheme in (
+        KVScheme(), KVScheme(strategy="attn_head"), KVScheme(kind="int", strategy="token_head")
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

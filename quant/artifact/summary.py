@@ -7,7 +7,6 @@ from math import prod
 
 from quant.artifact.artifact import Artifact
 from quant.artifact.layout import tensor_names
-from quant.artifact.manifest import Manifest
 from quant.artifact.scheme import Scheme
 from quant.artifact.stamp import Stamp
 from quant.artifact.store import DTYPES
@@ -43,7 +42,7 @@ class InspectSummary:
     other_bytes: int  # embeddings, norms, biases, KV scales
     total_bytes: int  # all tensors
     num_parameters: int  # of the unquantized model
-    kv_cache: str  # "fp8", "fp8-head" or "model dtype"
+    kv_cache: str  # "fp8", "fp8-head", "int8" or "model dtype"
     source: str
     source_dtype: str
     recipe_name: str
@@ -78,7 +77,7 @@ def inspect(artifact: Artifact) -> InspectSummary:
         other_bytes=sum(other.values()),
         total_bytes=sum(sizes.values()),
         num_parameters=other_params + sum(scheme.num_weights for scheme in schemes),
-        kv_cache=_kv_cache(manifest),
+        kv_cache=_kv_cache(artifact),
         source=f"{manifest.source.path} ({manifest.source.kind})",
         source_dtype=manifest.source.dtype,
         recipe_name=manifest.recipe.name,
@@ -122,8 +121,10 @@ def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return DTYPES[dtype].itemsize * prod(shape)
 
 
-def _kv_cache(manifest: Manifest) -> str:
-    """The recipe's word for it."""
-    if manifest.kv_cache is None:
+def _kv_cache(artifact: Artifact) -> str:
+    """The recipe's word for it, and the layers that it leaves out."""
+    scheme = artifact.manifest.kv_scheme()
+    if scheme is None:
         return "model dtype"
-    return "fp8" if manifest.kv_cache.strategy == "tensor" else "fp8-head"
+    kept = ", ".join(map(str, sorted(artifact.kv_kept_layers)))
+    return scheme.label + (f", not in layers {kept}" if kept else "")

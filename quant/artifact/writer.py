@@ -231,8 +231,7 @@ class ArtifactWriter:
         return [_load_record(self._record_path(i)) for i in range(self.num_shards)]
 
     def _config(self, manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
-        kv = manifest.kv_cache.scheme() if manifest.kv_cache else None
-        quantization = quantization_config(manifest.module_schemes(), kv=kv)
+        quantization = quantization_config(manifest.module_schemes(), kv=manifest.kv_scheme())
         complete = {key: value for key, value in config.items() if key != "quantization_config"}
         return {**complete, "quantization_config": quantization} if quantization else complete
 

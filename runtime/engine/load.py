@@ -6,7 +6,7 @@ Nothing is served that was not checked: bytes by the artifact's digests, arithme
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from runtime.engine.end_of_text import end_of_text_ids
 from runtime.engine.memory import available_host_bytes, cuda_pool
 from runtime.engine.model_runner import ModelRunner
 from runtime.engine.resolve import (
+    QUANTIZED_KV,
     ModelFacts,
     Numerics,
     PoolFacts,
@@ -76,7 +77,8 @@ def load(
     numerics = resolve_numerics(
         config,
         artifact_dtype=artifact.manifest.dtype,
-        has_fp8_kv=artifact.manifest.kv_cache is not None,
+        artifact_kv=artifact.kv_cache_dtype,
+        kept_layers=artifact.kv_kept_layers,
         has_cuda=torch.cuda.is_available(),
         has_triton=uses_triton(torch.device("cuda")),
     )
@@ -94,7 +96,8 @@ def load(
     )
     clock.lap("weights")
     facts = _model_facts(artifact, decoder.spec, numerics, config)
-    sizing = _sizing_runner(decoder, numerics, facts, config)
+    kv_dtypes = _kv_dtypes(artifact, numerics)
+    sizing = _sizing_runner(decoder, kv_dtypes, numerics.device, facts, config)
     if compiler is not None:
         compiler.join()
     if sizing is not None:
@@ -105,7 +108,7 @@ def load(
     clock.lap("probe")
     resolved = resolve(config, numerics, facts, _pool_facts(sizing, facts, config))
     del sizing
-    kv = _allocated(decoder, resolved)
+    kv = _allocated(decoder, resolved, kv_dtypes)
     runner = make_runner(decoder, kv, resolved)
     clock.lap("pool")
     return Loaded(
@@ -169,20 +172,31 @@ def _set_threads(num_threads: int | None) -> None:
         torch.set_num_threads(num_threads)
 
 
-def _allocated(decoder: Decoder, resolved: ResolvedConfig) -> KVCache:
-    num_blocks, dtype = resolved.num_blocks, resolved.kv_cache_dtype
+def _kv_dtypes(artifact: Artifact, numerics: Numerics) -> tuple[str, ...]:
+    """Each layer's KV type: the numerics', but for the layers that a quantized cache leaves out."""
+    asked, kept = numerics.kv_cache_dtype, artifact.kv_kept_layers
+    num_layers = ModelSpec.from_config(artifact.config).num_layers
+    is_quantized = asked in QUANTIZED_KV
+    return tuple(numerics.dtype if is_quantized and i in kept else asked for i in range(num_layers))
+
+
+def _allocated(decoder: Decoder, resolved: ResolvedConfig, kv_dtypes: tuple[str, ...]) -> KVCache:
+    num_blocks = resolved.num_blocks
     try:
-        return make_cache(decoder, dtype, num_blocks, resolved.block_size)
+        return make_cache(decoder, kv_dtypes, num_blocks, resolved.block_size)
     except RuntimeError as error:  # torch's way to say that there is no such memory
-        size = num_blocks * KVCache.bytes_per_block(decoder.spec, resolved.block_size, dtype)
+        size = num_blocks * KVCache.bytes_per_block(decoder.spec, resolved.block_size, kv_dtypes)
         raise ConfigError(
             f"a KV pool of {num_blocks} blocks takes {size / 2**30:.4g} GiB, more than the device "
             "gives; lower num_gpu_blocks_override, kv_cache_memory_bytes or max_model_len"
         ) from error
 
 
-def make_cache(decoder: Decoder, dtype: str, num_blocks: int, block_size: int) -> KVCache:
-    """An empty pool; fp8 with the artifact's scales, 1.0 where it has none."""
+def make_cache(
+    decoder: Decoder, dtype: str | Sequence[str], num_blocks: int, block_size: int
+) -> KVCache:
+    """An empty pool of one type, or of a type for each layer; fp8 with the artifact's scales, 1.0
+    where it has none."""
     return KVCache(
         decoder.spec,
         num_blocks,
@@ -211,8 +225,9 @@ def check_probe(
         pieces.append(
             Piece(tokens=prompt.token_ids, start=0, block_ids=blocks, wanted=[num_tokens - 1])
         )
-    kv_dtype = numerics.dtype if artifact.manifest.kv_cache is None else "fp8"
-    runner = _scratch_runner(decoder, kv_dtype, num_blocks, block_size)
+    kv_dtype = artifact.kv_cache_dtype or numerics.dtype
+    own = replace(numerics, kv_cache_dtype=kv_dtype)
+    runner = _scratch_runner(decoder, _kv_dtypes(artifact, own), num_blocks, block_size)
     logits_PV = runner.logits(runner.forward(pieces))
     result = compare(
         probe, expected_entries(probe, logits_PV), is_float32=numerics.dtype == "float32"
@@ -232,16 +247,18 @@ def _model_facts(
         max_positions=spec.max_positions,
         vocab=spec.vocab,
         end_of_text=end_of_text_ids(artifact.path, artifact.config, spec.vocab),
-        block_bytes=KVCache.bytes_per_block(spec, config.block_size, numerics.kv_cache_dtype),
+        block_bytes=KVCache.bytes_per_block(
+            spec, config.block_size, _kv_dtypes(artifact, numerics)
+        ),
         digest=artifact.digest,
     )
 
 
 def _scratch_runner(
-    decoder: Decoder, kv_dtype: str, num_blocks: int, block_size: int
+    decoder: Decoder, kv_dtypes: tuple[str, ...], num_blocks: int, block_size: int
 ) -> ModelRunner | CudaRunner:
     """A runner for pieces of one's own, on a small cache that goes with it."""
-    kv = make_cache(decoder, kv_dtype, num_blocks, block_size)
+    kv = make_cache(decoder, kv_dtypes, num_blocks, block_size)
     if decoder.device.type == "cpu":
         return ModelRunner(decoder, kv, block_size)
     limits = RunnerLimits(
@@ -264,19 +281,23 @@ def _let_segments_expand() -> None:
 
 
 def _sizing_runner(
-    decoder: Decoder, numerics: Numerics, model: ModelFacts, config: EngineConfig
+    decoder: Decoder,
+    kv_dtypes: tuple[str, ...],
+    device: str,
+    model: ModelFacts,
+    config: EngineConfig,
 ) -> CudaRunner | None:
     """A runner as large as the one that will serve, with a single block of KV; None on a CPU."""
     if decoder.device.type == "cpu":
         return None
-    steps = step_limits(config, numerics.device)
+    steps = step_limits(config, device)
     limits = RunnerLimits(
         max_num_seqs=steps.max_num_seqs,
         max_num_batched_tokens=steps.max_num_batched_tokens,
         max_model_len=min(config.max_model_len or model.max_positions, model.max_positions),
         block_size=config.block_size,
     )
-    kv = make_cache(decoder, numerics.kv_cache_dtype, 1, config.block_size)
+    kv = make_cache(decoder, kv_dtypes, 1, config.block_size)
     return CudaRunner(decoder, kv, limits, deterministic=config.deterministic, use_graphs=False)
 
 

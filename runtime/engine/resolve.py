@@ -8,6 +8,7 @@ honoured is a ConfigError.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 
 from runtime.config import Account, ConfigError, EngineConfig, ResolvedConfig
@@ -15,7 +16,8 @@ from runtime.engine.block_manager import BLOCK_SIZES
 
 CPU_POOL_BYTES = 4 * 2**30
 CPU_POOL_SHARE = 0.25
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
+QUANTIZED_KV = ("fp8", "int8")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", *QUANTIZED_KV)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +73,14 @@ def resolve_numerics(
     config: EngineConfig,
     *,
     artifact_dtype: str,
-    has_fp8_kv: bool,
+    artifact_kv: str | None,
     has_cuda: bool,
     has_triton: bool = False,
+    kept_layers: Collection[int] = (),
 ) -> Numerics:
     """Device, compute type and KV type. `has_triton`: our own kernels run on the CUDA device.
+    `artifact_kv`: the quantized KV type that the artifact declares (fp8 with scales, or int8), and
+    `kept_layers` the layers it leaves out of it.
 
     Raises:
         ConfigError: an unknown device or type, CUDA asked for where there is none, or
@@ -90,7 +95,10 @@ def resolve_numerics(
             "greedy tokens agree but for near-ties)"
         )
     dtype = _compute_dtype(config, device, artifact_dtype, reasons)
-    kv_dtype = _kv_dtype(config, dtype, has_fp8_kv, reasons)
+    kv_dtype = _kv_dtype(config, dtype, artifact_kv, reasons)
+    if kv_dtype in QUANTIZED_KV and kept_layers:
+        layers = ", ".join(map(str, sorted(kept_layers)))
+        reasons["kv_cache_dtype"] += f"; layers {layers} stay {dtype}, as the artifact has it"
     return Numerics(device=device, dtype=dtype, kv_cache_dtype=kv_dtype, reasons=reasons)
 
 
@@ -220,17 +228,18 @@ def _compute_dtype(
     return artifact_dtype
 
 
-def _kv_dtype(config: EngineConfig, dtype: str, has_fp8_kv: bool, reasons: dict[str, str]) -> str:
+def _kv_dtype(
+    config: EngineConfig, dtype: str, artifact_kv: str | None, reasons: dict[str, str]
+) -> str:
     asked = config.kv_cache_dtype
     if asked not in KV_CACHE_DTYPES:
         known = ", ".join(KV_CACHE_DTYPES)
         raise ConfigError(f"kv_cache_dtype {asked!r} is unknown; use one of {known}")
     if asked == "auto":
-        why = "the artifact's kv_cache_scheme" if has_fp8_kv else "the compute type"
-        reasons["kv_cache_dtype"] = why
-        return "fp8" if has_fp8_kv else dtype
+        reasons["kv_cache_dtype"] = "the artifact's own" if artifact_kv else "the compute type"
+        return artifact_kv or dtype
     reasons["kv_cache_dtype"] = "as asked"
-    if asked == "fp8" and not has_fp8_kv:
+    if asked == "fp8" and artifact_kv != "fp8":
         reasons["kv_cache_dtype"] = "as asked; the artifact has no KV scales, so they are 1.0"
     return asked
 

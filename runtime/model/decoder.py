@@ -64,13 +64,14 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What all layers of a step share: attention by window; rotations by rope and where K/V go
+    """What all layers of a step share: attention by window and
+    element type of the cache; rotations by rope and where K/V go
     are worked out per step for torch's ops only (kernels look both up by position and slot).
 
     last_rows: the last layer's attention where only the last row of each span is wanted.
     """
 
-    attention: dict[int | None, AttentionPlan | TritonPlan]
+    attention: dict[tuple[int | None, torch.dtype], AttentionPlan | TritonPlan]
     last_rows: AttentionPlan | TritonPlan | None
     rotations: dict[RopeSpec, tuple[Tensor, Tensor]]
     kv_rows: Tensor | None
@@ -174,15 +175,16 @@ class Decoder:
         return x_TE if self._embedding_scale is None else x_TE * self._embedding_scale
 
     def _plan(self, step: StepInputs, kv: KVCache) -> StepPlan:
-        windows = {layer.spec.window for layer in self.layers}
-        batch = self._batch(step, kv)
-        attend = {window: plan_attention(batch, window) for window in windows}
+        kinds = {self._kind(i, kv) for i in range(len(self.layers))}
+        attend = {kind: plan_attention(self._batch(step, kv, kind[1]), kind[0]) for kind in kinds}
         if self._is_on_kernels(step):
             last_rows = None
             if step.wants_last_rows and not self.options.deterministic:
                 # A row whose K/V and all before it are stored is answered as a decode is.
+                window, pool_dtype = self._kind(-1, kv)
+                batch = self._batch(step, kv, pool_dtype)
                 decodes = replace(batch, num_decodes=len(step.seq_lens), num_tokens=None)
-                last_rows = plan_attention(decodes, self.layers[-1].spec.window)
+                last_rows = plan_attention(decodes, window)
             return StepPlan(attention=attend, last_rows=last_rows, rotations={}, kv_rows=None)
         ropes = {layer.spec.rope for layer in self.layers} - {None}
         return StepPlan(
@@ -195,7 +197,11 @@ class Decoder:
     def _is_on_kernels(self, step: StepInputs) -> bool:
         return self.has_kernels and step.query_starts_S1 is not None
 
-    def _batch(self, step: StepInputs, kv: KVCache) -> PagedBatch:
+    def _kind(self, i: int, kv: KVCache) -> tuple[int | None, torch.dtype]:
+        """What layers share a plan by."""
+        return self.layers[i].spec.window, kv.pools[i].dtype
+
+    def _batch(self, step: StepInputs, kv: KVCache, pool_dtype: torch.dtype) -> PagedBatch:
         return PagedBatch(
             block_tables_SB=step.block_tables_SB,
             query_lens=step.query_lens,
@@ -210,7 +216,7 @@ class Decoder:
             num_decodes=step.num_decodes,
             heads=self.spec.heads,
             num_tokens=len(step.token_ids_T),
-            pool_dtype=kv.pools[0].dtype,
+            pool_dtype=pool_dtype,
             deterministic=self.options.deterministic,
             workspace=self.options.workspace,
         )
@@ -225,7 +231,7 @@ class Decoder:
         rows: Tensor | None,
     ) -> Tensor:
         """Store all K/V; [R, H * D] of the `rows` wanted, None for all of them."""
-        spec, layer = self.spec, self.layers[i]
+        spec = self.spec
         heads_THD = qkv.view(len(qkv), -1, spec.head_dim)
         if plan.kv_rows is None:
             self._rotate_and_store(i, heads_THD, step, kv)
@@ -234,7 +240,7 @@ class Decoder:
         if rows is not None and not len(rows):
             return heads_THD.new_empty(0, spec.heads * spec.head_dim)
         if rows is None or plan.last_rows is None:
-            attended_TE = self._answer(i, heads_THD, plan.attention[layer.spec.window], kv)
+            attended_TE = self._answer(i, heads_THD, plan.attention[self._kind(i, kv)], kv)
             return attended_TE if rows is None else attended_TE[rows]
         return self._answer(i, heads_THD[rows], plan.last_rows, kv)
 
@@ -248,7 +254,7 @@ class Decoder:
             scale=self.spec.attention_scale,
             kv_scales=kv.scales[i],
             head_scales_2K=kv.head_scales[i],
-            token_scales=None if kv.token_scales is None else kv.token_scales[i],
+            token_scales=kv.token_scales[i],
         )
 
     def _added(
@@ -285,7 +291,7 @@ class Decoder:
             q_norm=layer.norms.q,
             k_norm=layer.norms.k,
             head_scales_2K=kv.head_scales[i],
-            token_scales=None if kv.token_scales is None else kv.token_scales[i],
+            token_scales=kv.token_scales[i],
         )
 
     def _rotate_and_store_by_ops(
@@ -305,7 +311,7 @@ class Decoder:
             heads_THD[:, spec.heads :],
             kv.scales[i],
             kv.head_scales[i],
-            None if kv.token_scales is None else kv.token_scales[i],
+            kv.token_scales[i],
         )
 
 

@@ -1,5 +1,7 @@
 """The paged KV pools: one tensor per layer, blocks of `block_size` tokens.
 
+All layers have one element type, but for those that an artifact keeps out of a quantized cache.
+
 Who owns which block is the engine's business; here are only bytes. One extra block of zeros at the
 end pads short sequences in a batch; its id is never handed out.
 """
@@ -34,7 +36,7 @@ class KVCache:
             the layer has a scale per head. Pools that are not fp8 ignore them.
         head_scales: the same scales on the device, per layer float32 [2, kv_heads]; None for pools
             that are not fp8.
-        token_scales: of an int8 pool per layer float32 [num_blocks + 1, 2, kv_heads, block_size],
+        token_scales: per layer of an int8 pool float32 [num_blocks + 1, 2, kv_heads, block_size],
             written with the codes: value = code * scale. None for the others.
         num_blocks: blocks that may be handed out: ids 0 .. num_blocks - 1.
     """
@@ -44,44 +46,44 @@ class KVCache:
         spec: ModelSpec,
         num_blocks: int,
         block_size: int,
-        dtype: str = "float32",
+        dtype: str | Sequence[str] = "float32",
         device: torch.device | str = "cpu",
         scales: Sequence[KVScales | None] | None = None,
     ) -> None:
         """Allocate the pools; only the blank block is written, so that a pool on the CPU takes
-        memory as its blocks are first used. `scales` come from the artifact: per layer a pair, a
-        tensor [2, kv_heads], or None (1.0).
+        memory as its blocks are first used. `dtype` is one name, or one for each layer. `scales`
+        come from the artifact: per layer a pair, a tensor [2, kv_heads], or None (1.0).
 
         Raises ValueError for an unknown dtype or scales that are not one positive pair, or one
         positive value per side and head, per layer.
         """
-        self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
+        self.num_blocks, self.block_size = num_blocks, block_size
+        dtypes = _per_layer(dtype, spec)
         per_layer = _checked_scales(scales, spec)
         self.scales = tuple(None if isinstance(s, Tensor) else s for s in per_layer)
-        torch_dtype = _torch_dtype(dtype)
         self.head_scales: tuple[Tensor | None, ...] = tuple(
-            _per_head(scale, spec.kv_heads, device) if dtype == "fp8" else None
-            for scale in per_layer
+            _per_head(scale, spec.kv_heads, device) if name == "fp8" else None
+            for name, scale in zip(dtypes, per_layer, strict=True)
         )
         shape = (num_blocks + 1, 2, spec.kv_heads, block_size, spec.head_dim)
         self.pools: list[Tensor] = [
-            torch.empty(shape, dtype=torch_dtype, device=device) for _ in range(spec.num_layers)
+            torch.empty(shape, dtype=KV_DTYPES[name], device=device) for name in dtypes
         ]
-        self.token_scales: list[Tensor] | None = None
-        if dtype == "int8":
-            self.token_scales = [
-                torch.empty(shape[:-1], dtype=torch.float32, device=device) for _ in self.pools
-            ]
+        self.token_scales: list[Tensor | None] = [
+            torch.empty(shape[:-1], dtype=torch.float32, device=device) if name == "int8" else None
+            for name in dtypes
+        ]
         for tensor in self._tensors():
             tensor.view(torch.uint8)[self.blank_block].zero_()
 
     @staticmethod
-    def bytes_per_block(spec: ModelSpec, block_size: int, dtype: str) -> int:
+    def bytes_per_block(spec: ModelSpec, block_size: int, dtype: str | Sequence[str]) -> int:
         """Bytes that one block takes over all layers, its scales included."""
-        per_head = spec.head_dim * _torch_dtype(dtype).itemsize
-        if dtype == "int8":
-            per_head += _SCALE_BYTES
-        return spec.num_layers * block_size * 2 * spec.kv_heads * per_head
+        per_head = sum(
+            spec.head_dim * KV_DTYPES[name].itemsize + (_SCALE_BYTES if name == "int8" else 0)
+            for name in _per_layer(dtype, spec)
+        )
+        return block_size * 2 * spec.kv_heads * per_head
 
     @property
     def blank_block(self) -> int:
@@ -96,13 +98,17 @@ class KVCache:
 
     def _tensors(self) -> list[Tensor]:
         """Everything that belongs to blocks."""
-        return self.pools + (self.token_scales or [])
+        return self.pools + [scales for scales in self.token_scales if scales is not None]
 
 
-def _torch_dtype(dtype: str) -> torch.dtype:
-    if dtype not in KV_DTYPES:
-        raise ValueError(f"KV cache dtype {dtype!r} is not one of {', '.join(KV_DTYPES)}")
-    return KV_DTYPES[dtype]
+def _per_layer(dtype: str | Sequence[str], spec: ModelSpec) -> tuple[str, ...]:
+    names = (dtype,) * spec.num_layers if isinstance(dtype, str) else tuple(dtype)
+    for name in names:
+        if name not in KV_DTYPES:
+            raise ValueError(f"KV cache dtype {name!r} is not one of {', '.join(KV_DTYPES)}")
+    if len(names) != spec.num_layers:
+        raise ValueError(f"{len(names)} KV cache dtypes for {spec.num_layers} layers")
+    return names
 
 
 def _per_head(scales: KVScales, kv_heads: int, device: torch.device | str) -> Tensor:

@@ -49,19 +49,22 @@ def test_rows_say_what_rounding_adds_to_the_same_weights(
     out = tmp_path / "rows.jsonl"
     kv_quality.main([
         "--model", str(tiny_model("llama")), "--data", "D", "--out", str(out),
-        "--models", "plain,outlier-head", "--bases", "dense",
+        "--models", "plain,outlier-head",
     ])  # fmt: skip
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {(r["suite"], r["scheme"], r["metric"]) for r in rows} == {
         ("quality", "fp8-kv", "kl_mean")
     }
     added = {
-        (r["extra"]["model"], r["extra"]["kv_cache"], r["extra"]["scales"]): r["extra"]["kl_added"]
+        tuple(r["extra"][key] for key in ("base", "model", "kv_cache", "scales")): r["extra"][
+            "kl_added"
+        ]
         for r in rows
     }
-    assert len(added) == 12
-    assert all((value == 0) == (scales == "none") for (_, _, scales), value in added.items())
-    assert added["outlier-head", "fp8-head", "fp8-head"] < added["outlier-head", "fp8-head", "1.0"]
+    assert len(added) == 24
+    assert all((value == 0) == (key[-1] == "none") for key, value in added.items())
+    by_head = ("dense", "outlier-head", "fp8-head")
+    assert added[*by_head, "fp8-head"] < added[*by_head, "1.0"]
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

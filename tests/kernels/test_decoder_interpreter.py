@@ -143,8 +143,9 @@ def logits(
     kv = KVCache(decoder.spec, 8, BLOCK, kv_dtype, CPU)
     for pool in kv.pools:
         pool.view(torch.uint8)[:-1] = 255
-    for scales in kv.token_scales or []:
-        scales[:-1] = float("nan")
+    for scales in kv.token_scales:
+        if scales is not None:
+            scales[:-1] = float("nan")
     steps = [step_inputs(spans, on_device=on_device, says_last=says_last) for spans in STEPS]
     return torch.cat([decoder.logits(decoder.forward(step, kv)) for step in steps])
 

@@ -268,9 +268,7 @@ def test_fp8_kv_scales_follow_the_calibrated_range(
     make(model, tmp_path / "art", text, calibration())
     artifact = open_artifact(tmp_path / "art")
     small, (key, value) = artifact.kv_scales(0), artifact.kv_scales(1)
-    assert max(*small, key) <= 1.0 < value
-    for scale in (*small, key, value):
-        assert scale == 2.0 ** round(torch.tensor(scale).log2().item())
+    assert max(*small, key) < 2.0 < 4.0 < value
     assert artifact.config["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
 
 

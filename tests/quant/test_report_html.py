@@ -19,7 +19,7 @@ from quant.artifact.scheme import WeightScheme
 from quant.calibration import windows_from_token_lists
 from quant.errors import PipelineError
 from quant.outliers import input_outliers, weight_outliers
-from quant.report import ModuleResult, RunReport, SensitivityRow
+from quant.report import KVLayerResult, ModuleResult, RunReport, SensitivityRow
 
 EVIL = "<script>alert(1)</script>\"'&$x^2$\x1b"
 
@@ -49,6 +49,13 @@ def make_report(layers: int = 4, name: str = "tiny") -> RunReport:
             SensitivityRow(
                 group="model.layers.1.mlp.down_proj", scheme="w8a16", loss=0.004, chosen=True
             ),
+        ),
+        kv_layers=tuple(
+            KVLayerResult(
+                layer=i, cache="fp8" if i else "bfloat16", key_scales=(1.25,), value_scales=(1.0,),
+                error=0.01 / (i + 1), error_of_one=0.02, longest_text=4096,
+            )
+            for i in range(layers)
         ),
     )  # fmt: skip
 

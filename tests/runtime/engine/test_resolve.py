@@ -35,7 +35,9 @@ MODEL = ModelFacts(
 
 def resolved(pool_bytes: int = GIB, *, fp8: bool = False, **said: Any) -> ResolvedConfig:
     config = EngineConfig(**said)
-    numerics = resolve_numerics(config, artifact_dtype="bfloat16", has_fp8_kv=fp8, has_cuda=False)
+    numerics = resolve_numerics(
+        config, artifact_dtype="bfloat16", artifact_kv="fp8" if fp8 else None, has_cuda=False
+    )
     return resolve(config, numerics, MODEL, PoolFacts(pool_bytes=pool_bytes, reason="a test"))
 
 
@@ -59,7 +61,10 @@ def test_the_table_says_what_a_fast_start_did_not_check() -> None:
 def test_numerics_follow_device_and_artifact() -> None:
     def pick(has_cuda: bool, artifact: str, fp8: bool = False, **said: Any) -> tuple[str, str, str]:
         found = resolve_numerics(
-            EngineConfig(**said), artifact_dtype=artifact, has_fp8_kv=fp8, has_cuda=has_cuda
+            EngineConfig(**said),
+            artifact_dtype=artifact,
+            artifact_kv="fp8" if fp8 else None,
+            has_cuda=has_cuda,
         )
         return found.device, found.dtype, found.kv_cache_dtype
 
@@ -100,7 +105,7 @@ def test_deterministic_needs_kernels_that_promise_it() -> None:
     def ask(has_triton: bool, device: str = "cuda") -> str:
         config = EngineConfig(deterministic=True, device=device)
         return resolve_numerics(
-            config, artifact_dtype="bfloat16", has_fp8_kv=False, has_cuda=True,
+            config, artifact_dtype="bfloat16", artifact_kv=None, has_cuda=True,
             has_triton=has_triton,
         ).device  # fmt: skip
 
@@ -119,7 +124,7 @@ def test_a_gpus_memory_is_accounted_for() -> None:
     facts = PoolFacts(pool_bytes=80 * GIB + 5, reason="a test", account=account)
     model = replace(MODEL, max_positions=10**6)
     numerics = resolve_numerics(
-        EngineConfig(), artifact_dtype="bfloat16", has_fp8_kv=False, has_cuda=True
+        EngineConfig(), artifact_dtype="bfloat16", artifact_kv=None, has_cuda=True
     )
     value = resolve(EngineConfig(), numerics, model, facts)
     assert value.num_blocks == 80 * 1024

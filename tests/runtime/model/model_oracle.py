@@ -148,8 +148,9 @@ def poisoned_cache(
             pool.view(torch.uint8)[:num_blocks] = 0x7F
         elif pool.dtype.is_floating_point:
             pool[:num_blocks] = torch.nan
-    for scales in kv.token_scales or ():
-        scales[:num_blocks] = torch.nan
+    for scales in kv.token_scales:
+        if scales is not None:
+            scales[:num_blocks] = torch.nan
     return kv
 
 

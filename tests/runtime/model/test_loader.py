@@ -205,7 +205,9 @@ def test_bytes_per_block_is_what_is_allocated(dtype: str, size: int) -> None:
     kv = KVCache(spec, 5, 8, dtype)
     scale_bytes = 4 if dtype == "int8" else 0
     assert KVCache.bytes_per_block(spec, 8, dtype) == 2 * 2 * 2 * 8 * (8 * size + scale_bytes)
-    allocated = sum(tensor.nbytes for tensor in [*kv.pools, *(kv.token_scales or [])])
+    allocated = sum(
+        tensor.nbytes for tensor in [*kv.pools, *(s for s in kv.token_scales if s is not None)]
+    )
     assert allocated == 6 * KVCache.bytes_per_block(spec, 8, dtype)
 
 
@@ -228,7 +230,7 @@ def test_kv_scales_by_head() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "fp8", "int8"])
 def test_copied_blocks_take_their_scales_along(dtype: str) -> None:
     kv = KVCache(load(w4_artifact()).spec, 4, 16, dtype)
-    tensors = [*kv.pools, *(kv.token_scales or [])]
+    tensors = [*kv.pools, *(s for s in kv.token_scales if s is not None)]
     for i, tensor in enumerate(tensors):
         tensor.view(torch.uint8)[1] = i + 1
         tensor.view(torch.uint8)[3] = 0
