@@ -12,7 +12,7 @@ from typing import Any
 from quant.plan import join_layers
 from quant.plan_table import duration, size
 from quant.report import next_steps
-from quant.report_plots import Data, coarsest, smoothing_ratio, split_name, sqnr
+from quant.report_plots import Data, smoothing_ratio, split_name, sqnr
 
 _WORST = 12
 _NO_SMOOTHING = "none:"
@@ -48,7 +48,6 @@ def facts_of(data: Data) -> dict[str, Any]:
         "rows": _groups(modules, lambda module: (join_experts(module["module"]),)),
         "smoothed": _smoothed(quantized),
         "schemes_compared": _schemes(data["sensitivity"]),
-        "coarsest": coarsest(data["sensitivity"]),
         "total_seconds": sum(data["seconds"].values()),
     }
 
@@ -76,7 +75,10 @@ def _cards(data: Data, quantized: Sequence[Data]) -> Iterator[tuple[str, str, st
     if errors:
         mean = sum(map(sqnr, errors)) / len(errors)
         yield "Signal to error", f"{mean:.1f} dB", f"mean; the worst module {sqnr(max(errors)):.1f}"
-    if data["sensitivity"]:
+    plan = next((plan for plan in data["plans"] if plan["chosen"]), None)
+    if plan is not None and plan["kl"] is not None:
+        yield "Loss", f"{plan['kl']:.3g}", "nats of KL per token, measured on held-out windows"
+    elif data["sensitivity"]:
         chosen = sum(row["loss"] for row in data["sensitivity"] if row["chosen"])
         yield "Predicted loss", f"{chosen:.3g}", "nats per token, in the schemes chosen"
     if coverage := data["coverage"]:

@@ -68,7 +68,7 @@ def pictures(data: Data) -> dict[str, Picture]:
     inside = [module for module in modules if split_name(module["module"])[0] is not None]
     schemes = _schemes_in_order(inside)
     drawn = {
-        "sizes": _bars(_sizes(data), "MB", "Megabytes by kind of module"),
+        "sizes": _bars(*_sizes(data), "Size by kind of module"),
         "schemes": _scheme_map(inside, schemes) if len(schemes) > 1 else None,
         "errors": _heat_map(_grid(modules, _sqnr, min), "{:.1f} dB", "Signal to error", worst=min),
         "sensitivity": _heat_map(
@@ -111,22 +111,14 @@ def smoothing_ratio(module: Data) -> float | None:
     return after / before if before > 0 else None
 
 
-def coarsest(rows: Sequence[Data]) -> str | None:
-    """The scheme in which the groups would lose most, all together."""
-    sums: dict[str, float] = {}
-    for row in rows:
-        sums[row["scheme"]] = sums.get(row["scheme"], 0.0) + row["loss"]
-    return max(sums, key=lambda scheme: sums[scheme], default=None)
-
-
 def sensitivity_grid(rows: Sequence[Data]) -> Grid:
-    """Loss in the coarsest scheme, by kind of group and layer."""
-    scheme = coarsest(rows)
+    """Loss of each group in the scheme that costs it most, by kind of group and layer."""
     grid: dict[str, dict[int, float]] = {}
     for row in rows:
         layer, kind = split_name(row["group"])
-        if row["scheme"] == scheme and layer is not None:
-            grid.setdefault(kind, {})[layer] = max(row["loss"], 1e-9)
+        if layer is not None:
+            at = grid.setdefault(kind, {})
+            at[layer] = max(row["loss"], at.get(layer, 1e-9))
     return grid
 
 
@@ -142,15 +134,17 @@ def _input_peak(module: Data) -> float | None:
     return module["input_outliers"][0][1] if module["input_outliers"] else None
 
 
-def _sizes(data: Data) -> list[tuple[str, float]]:
-    """MB by kind of module, and what is no linear module, adding up to the artifact."""
+def _sizes(data: Data) -> tuple[list[tuple[str, float]], str]:
+    """Size by kind of module, and what is no linear module, adding up to the artifact; unit."""
+    whole = data["artifact_bytes"]
+    unit, factor = ("GB", 1e9) if whole >= 1e10 else ("MB", 1e6) if whole >= 1e7 else ("kB", 1e3)
     sums: dict[str, float] = {}
     for module in data["modules"]:
         kind = split_name(module["module"])[1]
-        sums[kind] = sums.get(kind, 0.0) + module["bytes"] / 1e6
-    rest = data["artifact_bytes"] / 1e6 - sum(sums.values())
-    found = [(kind, mb) for kind, mb in sums.items() if mb > 0]
-    return [*found, *([("embedding, norms, other", rest)] if rest > 1e-6 else [])]
+        sums[kind] = sums.get(kind, 0.0) + module["bytes"]
+    rest = whole - sum(sums.values())
+    found = [(kind, size / factor) for kind, size in sums.items() if size > 0]
+    return [*found, *([("embedding, norms, other", rest / factor)] if rest > 0 else [])], unit
 
 
 def _lengths(coverage: Data | None) -> list[tuple[str, float]]:
