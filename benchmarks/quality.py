@@ -73,6 +73,8 @@ CANDIDATES = {
     "gptq-w4-asym-g64": _w4("gptq", False),
     "awq-w4-sym-g64": _w4("awq", True),
     "awq-w4-asym-g64": _w4("awq", False),
+    "auto-w4-sym-g64": _w4("auto", True),
+    "auto-w4-asym-g64": _w4("auto", False),
     "w8a8": Candidate(scheme="w8a8", method="rtn", recipe="scheme: w8a8\nmethod: rtn"),
     "gptq-w8a8": Candidate(scheme="w8a8", method="gptq", recipe="scheme: w8a8\nmethod: gptq"),
     "w8a16": Candidate(

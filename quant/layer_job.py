@@ -9,7 +9,7 @@ layouts, but no files: tensors come in and go out by checkpoint name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,8 @@ from quant.artifact.layout import (
 )
 from quant.artifact.scheme import ActivationScheme, Scheme
 from quant.capture import InputStatistics, Stream, collect_inputs
+from quant.held_out import hold_out, sample_inputs
+from quant.methods.auto import output_error
 from quant.methods.clip import clip
 from quant.methods.gptq import GPTQInfo, GPTQSettings, gptq, relative_output_error
 from quant.methods.rtn import rtn
@@ -40,6 +42,12 @@ from quant.report import ModuleResult
 from quant.straight_through import straight_through
 
 Run = Callable[[Tensor, Tensor], object]
+# What `method: auto` tries: by its name in the report, the changes to a plan's row.
+CANDIDATES: Mapping[str, Mapping[str, Any]] = {
+    "rtn (inputs)": {"method": "rtn", "scale_search": "inputs"},
+    "rtn (outputs)": {"method": "rtn", "scale_search": "outputs"},
+    "gptq": {"method": "gptq"},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,11 @@ def quantize_stage(
     later stages see it. Rows that are dense are left alone.
     """
     active = [row for row in rows if not row.scheme.is_dense]
+    judged = [row for row in active if row.method == "auto"]
+    if judged:
+        outcomes = quantize_judged(judged, linears, weights, stream, run, settings)
+        rest = [row for row in active if row.method != "auto"]
+        return {**quantize_stage(rest, linears, weights, stream, run, settings), **outcomes}
     statistics = None
     wanted = {row.statistics for row in active}
     if wanted - {"none"}:
@@ -72,6 +85,49 @@ def quantize_stage(
             linears[first], stream, run, first, needs_hessian="hessian" in wanted
         )
     return quantize_modules(active, linears, weights, statistics, settings, stream.ranks)
+
+
+def quantize_judged(
+    rows: Sequence[PlanRow],
+    linears: Mapping[str, nn.Linear],
+    weights: Mapping[str, Tensor],
+    stream: Stream,
+    run: Run,
+    settings: MethodSettings,
+) -> dict[str, ModuleOutcome]:
+    """`quantize_stage` by the method whose outputs are best on windows that none has seen."""
+    first = rows[0].module
+    kept, held = hold_out(stream)
+    statistics = collect_inputs(linears[first], kept, run, first, needs_hessian=True)
+    inputs = sample_inputs(linears[first], held, run, first)
+    tried = {}
+    for name, how in CANDIDATES.items():
+        asked = [replace(row, **how) for row in rows]
+        tried[name] = choose_codes(asked, linears, weights, statistics, settings)
+    outcomes = {row.module: _best(row, tried, weights[row.module], inputs) for row in rows}
+    install_all(linears, outcomes)
+    return outcomes
+
+
+def _best(
+    row: PlanRow,
+    tried: Mapping[str, Mapping[str, ModuleOutcome]],
+    weight: Tensor,
+    inputs: Tensor,
+) -> ModuleOutcome:
+    """The candidate of least error on `inputs`; of equals the first. All errors are recorded."""
+    original = weight.to(inputs.device)
+    errors = {
+        name: output_error(original, outcomes[row.module].weight, inputs)
+        for name, outcomes in tried.items()
+    }
+    best = min(errors, key=errors.__getitem__)
+    outcome = tried[best][row.module]
+    found = ", ".join(f"{name} {error:.2%}" for name, error in errors.items())
+    chosen = f"auto chose {best} (error on unseen windows: {found})"
+    note = "; ".join(filter(None, (row.note, chosen)))
+    result = replace(outcome.result, candidates=tuple(errors.items()), note=note)
+    return replace(outcome, result=result)
 
 
 def quantize_modules(
@@ -164,8 +220,11 @@ def _quantize_group(
 def _choose_codes(
     row: PlanRow, weight: Tensor, statistics: InputStatistics | None, settings: MethodSettings
 ) -> tuple[QuantizedWeight, GPTQInfo | None]:
-    """The row's method on `weight` [out, in]: any module's of that method, or several stacked."""
-    if row.method == "gptq":
+    """The row's method on `weight` [out, in]: any module's of that method, or several stacked.
+
+    Of auto, where there was nothing to judge by (experts): gptq, which falls back by itself.
+    """
+    if row.method in ("gptq", "auto"):
         assert statistics is not None
         return gptq(weight, statistics.hessian, row.scheme, settings.dtype, settings.gptq)
     weight = weight.float()
@@ -211,7 +270,7 @@ def _result(
         module=row.module,
         shape=row.shape,
         scheme=row.scheme.label,
-        method="rtn" if fell_back else row.method,
+        method="rtn" if fell_back else "gptq" if row.method == "auto" else row.method,
         bytes=stored_bytes(weight),
         rel_error=error,
         error_of="weights" if hessian is None else "outputs",

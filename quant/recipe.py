@@ -46,7 +46,7 @@ from quant.errors import RecipeError
 from quant.located_yaml import KeyPath, LocatedYaml, parse_yaml
 from quant.recipe_errors import Finding, explain_validation, place, render_findings
 
-MethodName = Literal["none", "rtn", "gptq", "awq"]
+MethodName = Literal["none", "rtn", "gptq", "awq", "auto"]
 ScaleSearch = Literal["none", "weights", "inputs", "outputs"]
 SchemeName = Literal["dense", "w3a16", "w4a16", "w8a16", "w4a8", "w4a8-fp8", "w8a8", "fp8"]
 HeadSchemeName = Literal["dense", "w8a16"]
@@ -521,7 +521,7 @@ def _method_faults(
     if scheme.is_dense and "method" in section.model_fields_set and method != "none":
         yield at, f"found {method}, but a dense scheme has nothing to quantize; expected none"
     if not scheme.is_dense and method == "none":
-        yield at, f"found none, but {scheme.label} needs a method; expected rtn, gptq or awq"
+        yield at, f"found none, but {scheme.label} needs a method; expected rtn, gptq, awq or auto"
 
 
 def _kind(value: Any) -> str:

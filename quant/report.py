@@ -34,6 +34,8 @@ class ModuleResult:
     weight_outliers: median, 99th percentile, maximum of max|w| / rms(w) over the groups that share
     a scale. input_outliers: (channel, absmax / rms of the input) of the worst channels.
     smoothing: what scale was folded into the module's input and what it did to the output error.
+    candidates: what `method: auto` tried, and the relative output error of each on windows that
+    none of them had seen.
     """
 
     module: str
@@ -52,6 +54,7 @@ class ModuleResult:
     is_starved: bool = False
     weight_outliers: tuple[float, float, float] | None = None
     input_outliers: tuple[tuple[int, float], ...] = ()
+    candidates: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModuleResult:
@@ -246,6 +249,11 @@ def next_steps(name: str, *, runtime_serves: bool, is_converted: bool) -> tuple[
         return (f"vllm serve {name}",)
     base = " --base ORIGINAL_FLOAT_MODEL" if is_converted else ""
     return f"evaluate {name}{base}", f"runtime serve {name}"
+
+
+def chosen_candidate(candidates: Sequence[Sequence[Any]]) -> str:
+    """The (name, error) of least error, the first of equals: what `method: auto` took."""
+    return str(min(candidates, key=lambda found: found[1])[0])
 
 
 def by_kind(modules: Sequence[ModuleResult]) -> dict[tuple[str, str], list[ModuleResult]]:

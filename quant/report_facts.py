@@ -11,7 +11,7 @@ from typing import Any
 
 from quant.plan import join_layers
 from quant.plan_table import duration, size
-from quant.report import next_steps
+from quant.report import chosen_candidate, next_steps
 from quant.report_plots import Data, smoothing_ratio, split_name, sqnr
 
 _WORST = 12
@@ -47,6 +47,7 @@ def facts_of(data: Data) -> dict[str, Any]:
         "outliers": _groups(quantized, lambda module: (split_name(module["module"])[1],)),
         "rows": _groups(modules, lambda module: (join_experts(module["module"]),)),
         "smoothed": _smoothed(quantized),
+        "choices": _choices([module for module in quantized if module["candidates"]]),
         "schemes_compared": _schemes(data["sensitivity"]),
         "total_seconds": sum(data["seconds"].values()),
     }
@@ -85,6 +86,20 @@ def _cards(data: Data, quantized: Sequence[Data]) -> Iterator[tuple[str, str, st
         yield "Calibration", f"{coverage['tokens']:,}", f"tokens in {coverage['samples']:,} samples"
     yield "Time", duration(sum(data["seconds"].values())), f"on {data['device']}"
     yield "Memory", size(data["peak_memory_bytes"]), "at the peak, of the process"
+
+
+def _choices(judged: Sequence[Data]) -> list[Data]:
+    """What `method: auto` found, by kind of module and candidate: mean error, times chosen."""
+    kinds: dict[str, list[Data]] = {}
+    for module in judged:
+        kinds.setdefault(split_name(module["module"])[1], []).append(module)
+    return [
+        {"name": name, "candidate": candidate, "count": len(modules),
+         "mean": sum(dict(m["candidates"])[candidate] for m in modules) / len(modules),
+         "chosen": sum(chosen_candidate(m["candidates"]) == candidate for m in modules)}
+        for name, modules in kinds.items()
+        for candidate in dict(modules[0]["candidates"])
+    ]  # fmt: skip
 
 
 def _remarks(modules: Sequence[Data]) -> list[tuple[str, str]]:

@@ -28,7 +28,7 @@ _SINCE_1_1: dict[str, Any] = {
 }  # fmt: skip
 _MODULE_SINCE_1_1: dict[str, Any] = {
     "weight_outliers": None, "input_outliers": [], "smoothing": "", "note": "",
-    "tokens_seen": None, "is_starved": False,
+    "tokens_seen": None, "is_starved": False, "candidates": [],
 }  # fmt: skip
 
 

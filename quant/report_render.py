@@ -5,6 +5,7 @@ The same figures three times, computed in `quant.report`; nothing is decided her
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.text import Text
 from quant.coverage import Coverage
 from quant.plan import join_layers
 from quant.plan_table import duration, size
-from quant.report import ModuleResult, RunReport, by_kind, next_steps
+from quant.report import ModuleResult, RunReport, by_kind, chosen_candidate, next_steps
 
 Rows = list[tuple[str, ...]]
 _KIND_HEADER = ("modules", "scheme", "method", "count", "error mean", "error max", "size")
@@ -123,6 +124,9 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
         found.extend(coverage_facts(report.coverage))
     found.append(("time", _time(report)))
     found.append(("memory", f"{size(report.peak_memory_bytes)} at the peak"))
+    if judged := [m for m in report.quantized if m.candidates]:
+        chosen = Counter(chosen_candidate(m.candidates) for m in judged)
+        found.append(("auto chose", ", ".join(f"{k} {n:,}" for k, n in chosen.most_common())))
     if report.fallbacks:
         found.append(("fell back", f"{len(report.fallbacks)} modules, listed in report.md"))
     return found
