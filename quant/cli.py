@@ -282,6 +282,7 @@ def convert_command(
     changes = _changes(None, None, None, None, None, None, dtype, adapter)
     job = _prepare(model, "none.yaml", None, out, False, "cpu", None, changes, keep_codes=True)
     _check_ready(job, overwrite=overwrite, is_fresh=no_resume)
+    _show_notes(job)
     _carry_out(job, overwrite=overwrite, resume=not no_resume)
 
 
@@ -398,6 +399,10 @@ def _show_plan(job: Job, *, every_module: bool) -> None:
         job.plan, job.cost, tokens=job.tokens, every_module=every_module, gguf_bytes=gguf_bytes
     )
     out_console.print(table)
+    _show_notes(job)
+
+
+def _show_notes(job: Job) -> None:
     for note in job.notes:
         out_console.print(f"note: {note}", style="yellow", markup=False)
 

@@ -24,6 +24,7 @@ from quant.artifact.scheme import DENSE, GROUP_SIZES, KVScheme, Scheme
 from quant.artifact.store import CheckpointReader
 from quant.checkpoint import read_object
 from quant.errors import SourceError
+from quant.foreign_keys import unknown_keys_note
 from quant.foreign_packed import PARTS, PackedReader, wider
 from quant.foreign_settings import SECTION_FILES, narrowed, packed_settings, read_section
 from quant.kv_scales import scale_names
@@ -82,7 +83,7 @@ class QuantizedSource(HFSource):
         self.section = read_section(path, whole)
         self.method = str(self.section["quant_method"])
         self.kv: KVScheme | None = None
-        self.notes: tuple[str, ...] = ()
+        self.notes = unknown_keys_note(self.section)
         refuse_code(path, self.config)
         check_family(self.config, str(path))
         require_tokenizer(path)
@@ -119,6 +120,7 @@ class QuantizedSource(HFSource):
         if settings.method == "gptq" and settings.version is None and quantized:
             number = 1 if settled.settings.version == "gptq" else 2
             self.notes = (
+                *self.notes,
                 f"checkpoint_format is not written down; the zero points are those of version "
                 f"{number} ({settled.settings.version})",
             )

@@ -53,7 +53,7 @@ from quant.plan import Plan
 from quant.provenance import Describe, finish, job_identity, no_texts, stage_files
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
-from quant.smooth_layer import LayerTensors, SmoothSettings, smooth_layer
+from quant.smooth_layer import NO_FOLD, FoldNote, LayerTensors, SmoothSettings, smooth_layer
 
 PROBE_TEXTS = (
     "This Agreement shall be governed by the laws of the State of",
@@ -397,7 +397,8 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
         else:
             outcomes = quantize_stage(*work)
         for name, outcome in outcomes.items():
-            results[name] = replace(outcome.result, smoothing=notes.get(name, ""))
+            note = notes.get(name, NO_FOLD)
+            results[name] = replace(outcome.result, smoothing=note.text, smooth_dead=note.dead)
             stored.update(stored_parts(name, outcome.weight))
         if stage is stages[0]:
             stored.update(kv_scales(job, index, layer, run_layer))
@@ -423,7 +424,7 @@ def smooth(
     dense: dict[str, Tensor],
     weights: dict[str, Tensor],
     run_layer: Callable[[Tensor, Tensor], Tensor],
-) -> dict[str, str]:
+) -> dict[str, FoldNote]:
     """Fold scales into a layer's tensors (changed, here and in the module); what was done, by
     module."""
     assert job.smooth is not None

@@ -185,8 +185,8 @@ def check_not_quantized(config: Mapping[str, Any]) -> None:
     section = config.get("quantization_config") or _text_config(config).get("quantization_config")
     if section:
         raise AlreadyQuantizedError(
-            f"the model is already quantized ({_describe(section)}); its codes cannot be quantized "
-            "again: give the original checkpoint"
+            f"the model is already quantized ({describe_quantization(section)}); its codes "
+            "cannot be quantized again: give the original checkpoint"
         )
 
 
@@ -456,11 +456,13 @@ def _ties_by_default(text: Mapping[str, Any]) -> bool:
     return bool(text.get("tie_word_embeddings", str(text.get("model_type")).startswith("gemma")))
 
 
-def _describe(section: Any) -> str:
+def describe_quantization(section: Any) -> str:
+    """What a quantization section of config.json says, in a few words."""
     if not isinstance(section, Mapping):
         return str(section)
     keys = ("quant_method", "format", "bits", "num_bits", "group_size")
-    return ", ".join(f"{key} {section[key]}" for key in keys if section.get(key) is not None)
+    said = [f"{key} {section[key]}" for key in keys if section.get(key) is not None]
+    return ", ".join(said) or "by what, its quantization section does not say"
 
 
 def _few(items: Sequence[str]) -> str:

@@ -33,7 +33,8 @@ class ModuleResult:
     statistics of its own, so that the layer's were mixed in.
     weight_outliers: median, 99th percentile, maximum of max|w| / rms(w) over the groups that share
     a scale. input_outliers: (channel, absmax / rms of the input) of the worst channels.
-    smoothing: what scale was folded into the module's input and what it did to the output error.
+    smoothing: what scale was folded into the module's input and what it did to the output error;
+    smooth_dead: channels it left at scale 1, their inputs or weights being all 0.
     candidates: what `method: auto` tried, and the relative output error of each on windows that
     none of them had seen.
     """
@@ -49,6 +50,7 @@ class ModuleResult:
     fallback: str | None = None
     dead_columns: int = 0
     smoothing: str = ""
+    smooth_dead: int = 0
     note: str = ""
     tokens_seen: int | None = None
     is_starved: bool = False
@@ -215,6 +217,12 @@ class RunReport:
             yield (
                 f"{sum(m.dead_columns for m in dead)} input columns of {len(dead)} modules were "
                 "always 0 in calibration; they were rounded to nearest"
+            )
+        left = [m for m in self.modules if m.smooth_dead]
+        if left:
+            yield (
+                f"{sum(m.smooth_dead for m in left)} input channels of {len(left)} modules were "
+                "always 0, in calibration or in the weights; smoothing left them at scale 1"
             )
 
     def to_json(self) -> dict[str, Any]:

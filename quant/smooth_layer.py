@@ -36,6 +36,18 @@ class SmoothSettings:
     refine_steps: int = 25
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldNote:
+    """For the report: what was folded into a module's input, and channels that were left at scale 1
+    because their inputs or weights were all 0."""
+
+    text: str
+    dead: int
+
+
+NO_FOLD = FoldNote(text="", dead=0)
+
+
 @dataclass(slots=True, kw_only=True)
 class LayerTensors:
     """A layer under work: its module, its tensors by name in the layer, schemes of its linears by
@@ -54,12 +66,12 @@ def smooth_layer(
     run: Run,
     head_dim: int,
     settings: SmoothSettings,
-) -> dict[str, str]:
+) -> dict[str, FoldNote]:
     """Fold what lowers the error into `work` (tensors and module are changed).
 
     Returns what was done, by name of the readers in the layer, for the report.
     """
-    notes: dict[str, str] = {}
+    notes: dict[str, FoldNote] = {}
     usable = [mapping for mapping in mappings if _applies(mapping, work)]
     inputs = sample_inputs(work.layer, [m.readers[0] for m in usable], stream, run, settings.tokens)
     check = partial(_first_tokens, stream, run)
@@ -67,7 +79,8 @@ def smooth_layer(
     for mapping, rows in zip(usable, inputs, strict=True):
         # The inputs were taken before any fold: readers of a later mapping are not changed by it.
         found = _search(mapping, work, rows, head_dim, settings)
-        note = _apply(mapping, work, found, head_dim, check, wanted)
+        text = _apply(mapping, work, found, head_dim, check, wanted)
+        note = FoldNote(text=text, dead=found.dead)
         notes.update(dict.fromkeys(mapping.readers, note))
     return notes
 

@@ -24,6 +24,7 @@ from quant.artifact.store import CheckpointReader
 from quant.checkpoint import Source, file_sha256, read_object
 from quant.errors import AlreadyQuantizedError, SourceError
 from quant.modelling import check_family, check_tensors, load_tokenizer
+from quant.plan import describe_quantization
 from quant.synthetic import SyntheticSource, is_synthetic
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -198,10 +199,8 @@ def refuse_quantized(path: Path, config: dict[str, Any]) -> None:
     """AlreadyQuantizedError if config.json has a quantization section."""
     section = config.get("quantization_config") or config.get("compression_config")
     if section:
-        known = section if isinstance(section, dict) else {}
-        method, layout = known.get("quant_method", "unknown"), known.get("format", "?")
         raise AlreadyQuantizedError(
-            f"{path}: already quantized ({method}, format {layout}); "
+            f"{path}: already quantized ({describe_quantization(section)}); "
             "start from the original float checkpoint, or keep these codes: `quantize convert`"
         )
 

@@ -21,10 +21,10 @@ def end_of_text_ids(
     """id -> the files that name it, in rising order. Ids at or above `vocab` can never be drawn
     and are left out."""
     named = {
-        "config.json": _as_ids(config.get("eos_token_id")),
-        "config.json text_config": _as_ids((config.get("text_config") or {}).get("eos_token_id")),
-        "generation_config.json": _as_ids(
-            _read(directory / "generation_config.json").get("eos_token_id")
+        "config.json": _ids(config, "config.json"),
+        "config.json text_config": _ids(config.get("text_config") or {}, "config.json"),
+        "generation_config.json": _ids(
+            _read(directory / "generation_config.json"), "generation_config.json"
         ),
         "tokenizer_config.json": _tokenizer_ids(directory),
     }
@@ -36,9 +36,13 @@ def end_of_text_ids(
     return dict(sorted(found.items()))
 
 
-def _as_ids(value: object) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+def _ids(config: Mapping[str, Any], file: str) -> list[int]:
+    """`eos_token_id` as a list; ManifestError for what is neither an id nor a list of ids."""
+    value = config.get("eos_token_id")
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+        raise ManifestError(f"{file}: eos_token_id is {value!r}, expected an id or a list of ids")
+    return values
 
 
 def _tokenizer_ids(directory: Path) -> list[int]:

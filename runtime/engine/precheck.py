@@ -52,15 +52,15 @@ def _file_problem(path: Path, expected_bytes: int) -> str | None:
 
 def _what_is_there(path: Path) -> str:
     """Only what `quantize convert` can read is sent there."""
-    convert = f"Make a dense one with: quantize convert {path}"
+    make = f"Make one of its weights as they are with: quantize convert {path}"
     if not path.exists():
         return f"{path}: no such artifact (nothing is there)"
     if path.is_dir():
         if (path / "config.json").is_file():
-            return f"{path} {_NO_ARTIFACT}; it is a plain checkpoint. {convert}"
+            return f"{path} {_NO_ARTIFACT}; it is a checkpoint. {make}"
         return f"{path} {_NO_ARTIFACT}; it is a directory without config.json, so no model either"
     if _is_gguf(path):
-        return f"{path} {_NO_ARTIFACT}; it is a GGUF file. {convert}"
+        return f"{path} {_NO_ARTIFACT}; it is a GGUF file. {make}"
     return (
         f"{path} {_NO_ARTIFACT}; it is a file, but no model: give the directory that `quantize` "
         "made"

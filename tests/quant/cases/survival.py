@@ -34,7 +34,7 @@ REPO = Path(__file__).resolve().parents[3]
 Phase = Literal["start", "work", "seal"]
 PHASES: tuple[Phase, ...] = ("start", "work", "seal")
 REPORTS = {"README.md", "report.json", "report.md"}
-_PATIENCE_S = 120.0
+_PATIENCE_S = 600.0
 _POLL_S = 0.001
 
 
@@ -122,6 +122,7 @@ class Nursery:
         """slowly: 0.2 s are spent before each layer. limit: bytes that a file may have."""
         self._begun += 1
         output = self._outputs / str(self._begun)
+        output.touch()  # the fork may be killed before it opens it
         pid = self.ask("start", list(arguments), str(output), slowly, limit)
         return Forked(nursery=self, pid=pid, output=output)
 
