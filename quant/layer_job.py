@@ -184,10 +184,14 @@ def _energy(statistics: InputStatistics | None, weight: Tensor) -> float:
 
 
 def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
-    """Rows of one scheme and method together: they are quantized in one call."""
-    groups: dict[tuple[Scheme, str, str], list[PlanRow]] = {}
+    """Rows of one scheme and method together: they are quantized in one call. A module whose last
+    block of rows is not full stays alone: no block may reach into the next module."""
+    groups: dict[tuple[Any, ...], list[PlanRow]] = {}
     for row in rows:
-        groups.setdefault((row.scheme, row.method, row.scale_search), []).append(row)
+        assert row.scheme.weights is not None
+        is_even = row.shape[0] % row.scheme.weights.scale_rows == 0
+        key = (row.scheme, row.method, row.scale_search, None if is_even else row.module)
+        groups.setdefault(key, []).append(row)
     return list(groups.values())
 
 
@@ -243,10 +247,15 @@ def _split(whole: QuantizedWeight, sizes: list[int]) -> list[QuantizedWeight]:
     zeros = (
         [None] * len(sizes) if whole.zero_point is None else torch.split(whole.zero_point, sizes)
     )
+    assert whole.scheme.weights is not None
+    scale_sizes = [-(-size // whole.scheme.weights.scale_rows) for size in sizes]
     return [
         QuantizedWeight(scheme=whole.scheme, codes=codes, scale=scale, zero_point=zero)
         for codes, scale, zero in zip(
-            torch.split(whole.codes, sizes), torch.split(whole.scale, sizes), zeros, strict=True
+            torch.split(whole.codes, sizes),
+            torch.split(whole.scale, scale_sizes),
+            zeros,
+            strict=True,
         )
     ]
 

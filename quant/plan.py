@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quant.artifact.dialect import FUSED_SHARDS, fused_group
-from quant.artifact.scheme import DENSE, GROUP_SIZES, Scheme, with_group_size
+from quant.artifact.scheme import (
+    BLOCK,
+    DENSE,
+    GROUP_SIZES,
+    PRESETS,
+    Scheme,
+    with_group_size,
+)
 from quant.errors import AlreadyQuantizedError, PlanError, UnsupportedModelError
 from quant.recipe import (
     HEAD,
@@ -121,10 +128,12 @@ def make_plan(
         is_tied = bool(config.get("tie_word_embeddings", _ties_by_default(text)))
     _check_head(recipe, module_shapes, is_tied)
     widths = _expert_widths(module_shapes)
+    obstacles = _block_obstacles(module_shapes)
     rows = tuple(
         _row(
             name, module_shapes[name], recipe.module_rule(name, num_layers), is_tied,
             widths.get(fused_group(name)), recipe.rtn.scale_search,
+            obstacles.get(fused_group(name), ""),
         )
         for name in sorted(module_shapes, key=_layer_order)
     )  # fmt: skip
@@ -249,8 +258,10 @@ def _row(
     is_tied: bool,
     widths: frozenset[int] | None = None,
     scale_search: ScaleSearch = "none",
+    blocks: str = "",
 ) -> PlanRow:
-    """The row of a module; `widths` are the columns of what it must share its group size with."""
+    """The row of a module; `widths` are the columns of what it must share its group size with, and
+    `blocks` says what keeps it from blocks of 128 by 128."""
     if is_router(name):
         note = rule.reason if rule.reason.startswith("skip: ") else "routers stay dense"
         return PlanRow(module=name, shape=shape, scheme=DENSE, method="none", note=note)
@@ -265,8 +276,11 @@ def _row(
     if rule.scheme is None:
         note = "" if rule.reason == "recipe" else rule.reason
         return PlanRow(module=name, shape=shape, scheme=DENSE, method="none", note=note)
-    fits = [fit_group_size(rule.scheme, columns) for columns in sorted(widths or {shape[1]})]
-    scheme, note = min(fits, key=_group_columns)
+    if rule.scheme.weights is not None and rule.scheme.weights.strategy == "block":
+        scheme, note = fit_blocks(rule.scheme, blocks)
+    else:
+        fits = [fit_group_size(rule.scheme, columns) for columns in sorted(widths or {shape[1]})]
+        scheme, note = min(fits, key=_group_columns)
     reasons = [] if rule.reason == "recipe" else [rule.reason]
     note = "; ".join([*reasons, note] if note else reasons)
     return PlanRow(
@@ -287,6 +301,30 @@ def fit_group_size(scheme: Scheme, columns: int) -> tuple[Scheme, str]:
     if fitting is None:
         note = f"no group of {'/'.join(map(str, tried))} divides {columns}"
     return with_group_size(scheme, fitting), note
+
+
+def fit_blocks(scheme: Scheme, obstacle: str) -> tuple[Scheme, str]:
+    """The scheme in blocks, or where something forbids them with a scale per channel and token."""
+    if not obstacle:
+        return scheme, ""
+    return PRESETS["fp8"], f"{obstacle}, so one scale per channel"
+
+
+def _block_obstacles(shapes: Mapping[str, tuple[int, int]]) -> dict[str, str]:
+    """What keeps modules that run as one from blocks, by `fused_group`; those that nothing does
+    have none. Inputs are cut every 128 channels, and so are rows where modules meet."""
+    groups: dict[str, list[tuple[int, int]]] = {}
+    for name, shape in shapes.items():
+        groups.setdefault(fused_group(name), []).append(shape)
+    found = {}
+    for group, members in groups.items():
+        odd = [width for _, width in members if width % BLOCK]
+        ragged = [rows for rows, _ in members if rows % BLOCK] if len(members) > 1 else []
+        if odd:
+            found[group] = f"{BLOCK} does not divide {odd[0]} columns"
+        elif ragged:
+            found[group] = f"{BLOCK} does not divide {ragged[0]} rows of what runs as one"
+    return found
 
 
 def _group_columns(fit: tuple[Scheme, str]) -> float:

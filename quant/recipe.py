@@ -48,7 +48,9 @@ from quant.recipe_errors import Finding, explain_validation, place, render_findi
 
 MethodName = Literal["none", "rtn", "gptq", "awq", "auto"]
 ScaleSearch = Literal["none", "weights", "inputs", "outputs"]
-SchemeName = Literal["dense", "w3a16", "w4a16", "w8a16", "w4a8", "w4a8-fp8", "w8a8", "fp8"]
+SchemeName = Literal[
+    "dense", "w3a16", "w4a16", "w8a16", "w4a8", "w4a8-fp8", "w8a8", "fp8", "fp8-block"
+]
 HeadSchemeName = Literal["dense", "w8a16"]
 KVCacheName = Literal["none", "fp8", "fp8-head", "int8"]
 GroupSize = Literal[32, 64, 128, "channel"]
@@ -492,7 +494,7 @@ def _section_faults(
         yield (*path, "weights"), str(error)
         return
     yield from _granularity_faults(scheme, section, path)
-    yield from _method_faults(scheme, section.method or recipe.method, section, path)
+    yield from _method_faults(recipe, scheme, section.method or recipe.method, section, path)
 
 
 def _granularity_faults(
@@ -505,23 +507,34 @@ def _granularity_faults(
                 f"found false, but {scheme.label} is symmetric; leave it out",
             )
         return
-    if section.group_size not in (None, "channel"):
+    is_block = scheme.weights is not None and scheme.weights.strategy == "block"
+    if section.group_size not in (None, "channel") or (is_block and section.group_size):
+        unit = "blocks of 128 by 128" if is_block else "whole channels"
         yield (
             (*path, "group_size"),
-            f"found {section.group_size}, but {scheme.label} scales whole channels; leave it out",
+            f"found {section.group_size}, but {scheme.label} scales {unit}; leave it out",
         )
     if section.symmetric is False:
         yield (*path, "symmetric"), f"found false, but {scheme.label} is symmetric; leave it out"
 
 
 def _method_faults(
-    scheme: Scheme, method: str, section: Recipe | OverrideRule, path: KeyPath
+    recipe: Recipe, scheme: Scheme, method: str, section: Recipe | OverrideRule, path: KeyPath
 ) -> Iterator[Finding]:
     at = (*path, "method")
     if scheme.is_dense and "method" in section.model_fields_set and method != "none":
         yield at, f"found {method}, but a dense scheme has nothing to quantize; expected none"
     if not scheme.is_dense and method == "none":
         yield at, f"found none, but {scheme.label} needs a method; expected rtn, gptq, awq or auto"
+    if scheme.weights is None or scheme.weights.strategy != "block":
+        return
+    if method not in ("none", "rtn", "gptq"):
+        yield at, f"found {method}, which does not know blocks of rows; expected rtn or gptq"
+    if method == "rtn" and recipe.rtn.scale_search != "none":
+        yield (
+            ("rtn", "scale_search"),
+            f"found {recipe.rtn.scale_search}, but {scheme.label} has min-max scales; write none",
+        )
 
 
 def _kind(value: Any) -> str:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from quant.artifact.errors import SchemeError
 from quant.artifact.jsonio import validation_message
 from quant.artifact.scheme import (
+    BLOCK,
     DENSE,
     ActivationScheme,
     KVScheme,
@@ -91,11 +92,23 @@ def _group_json(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     assert w is not None
     return {
         "format": scheme.layout,
-        "input_activations": None if a is None else _args_json(a.num_bits, a.kind, "token", True),
+        "input_activations": None if a is None else _inputs_json(a),
         "output_activations": None,
         "targets": targets,
-        "weights": _args_json(w.num_bits, w.kind, w.strategy, w.symmetric, w.group_size),
+        "weights": _weights_json(w),
     }
+
+
+def _weights_json(w: WeightScheme) -> dict[str, Any]:
+    if w.strategy == "block":
+        blocks = {"block_structure": [BLOCK, BLOCK]}
+        return {**blocks, **_args_json(w.num_bits, w.kind, "block", w.symmetric)}
+    return _args_json(w.num_bits, w.kind, w.strategy, w.symmetric, w.group_size)
+
+
+def _inputs_json(a: ActivationScheme) -> dict[str, Any]:
+    strategy = "token" if a.group_size is None else "group"
+    return {**_args_json(a.num_bits, a.kind, strategy, True, a.group_size), "dynamic": True}
 
 
 def _args_json(
@@ -156,14 +169,14 @@ class _Args(_Strict):
     num_bits: int
     type: Literal["int", "float"]
     symmetric: bool = True
-    strategy: Literal["group", "channel", "token", "tensor", "attn_head"]
+    strategy: Literal["group", "channel", "block", "token", "tensor", "attn_head"]
     group_size: int | None = None
     dynamic: bool = False
     # Harmless: what the quantizer did, not what the bits mean.
     actorder: Literal["static", "weight"] | None = None
     observer: str | None = None
     observer_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    block_structure: None = None
+    block_structure: list[int] | None = None
     scale_dtype: None = None
     zp_dtype: str | None = None
 
@@ -258,10 +271,14 @@ def _validate(config: Mapping[str, Any]) -> _Config:
 def _scheme(name: str, group: _Group) -> Scheme:
     w, a = group.weights, group.input_activations
     where = f"quantization_config.config_groups.{name}"
-    if w.dynamic or w.strategy not in ("group", "channel"):
+    if w.dynamic or w.strategy not in ("group", "channel", "block"):
         raise SchemeError(f"{where}.weights: strategy {w.strategy!r} is not supported for weights")
-    if a is not None and (not a.dynamic or a.strategy != "token" or not a.symmetric):
-        raise SchemeError(f"{where}.input_activations: only dynamic, symmetric, per token")
+    if w.strategy == "block" and (w.block_structure != [BLOCK, BLOCK] or w.group_size is not None):
+        raise SchemeError(
+            f"{where}.weights: only blocks of {BLOCK} by {BLOCK}, not {w.block_structure}"
+        )
+    if a is not None and (not a.dynamic or a.strategy not in ("token", "group") or not a.symmetric):
+        raise SchemeError(f"{where}.input_activations: only dynamic, symmetric, per token or group")
     if a is not None and a.num_bits != 8:
         raise SchemeError(f"{where}.input_activations: only 8 bits, not {a.num_bits}")
     try:
@@ -269,10 +286,14 @@ def _scheme(name: str, group: _Group) -> Scheme:
             num_bits=w.num_bits,
             kind=w.type,
             symmetric=w.symmetric,
-            strategy="group" if w.strategy == "group" else "channel",
-            group_size=w.group_size,
+            strategy=w.strategy,
+            group_size=BLOCK if w.strategy == "block" else w.group_size,
         )
-        activations = None if a is None else ActivationScheme(num_bits=a.num_bits, kind=a.type)
+        activations = (
+            None
+            if a is None
+            else ActivationScheme(num_bits=a.num_bits, kind=a.type, group_size=a.group_size)
+        )
         return Scheme(layout=group.format, weights=weights, activations=activations)
     except SchemeError as error:
         raise SchemeError(f"{where}: {error}") from None

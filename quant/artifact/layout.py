@@ -11,7 +11,7 @@ Names: `out`, `in` are a linear's output and input features; G is the number of 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class QuantizedWeight:
 
     scheme: Scheme
     codes: Tensor  # [out, in] int8, or float8_e4m3fn for fp8
-    scale: Tensor  # [out, G] float32, bfloat16 or float16; finite and > 0
+    scale: Tensor  # `scale_shape`: [out, G] float32, bfloat16 or float16; finite and > 0
     zero_point: Tensor | None = None  # [out, G] int8, only for asymmetric schemes
 
     @property
@@ -57,6 +57,27 @@ def num_groups(weights: WeightScheme, width: int) -> int:
             "choose a group size that does, or one scale per channel"
         )
     return width // weights.group_size
+
+
+def scale_shape(weights: WeightScheme, shape: tuple[int, int]) -> tuple[int, int]:
+    """Shape of the scales of a weight of `shape` (out, in): [out, G], or a row for each block."""
+    return -(-shape[0] // weights.scale_rows), num_groups(weights, shape[1])
+
+
+def scale_by_row(scale: Tensor, weights: WeightScheme, rows: int) -> Tensor:
+    """The scale of every output row, [out, G]."""
+    if weights.scale_rows == 1:
+        return scale
+    return scale.repeat_interleave(weights.scale_rows, 0)[:rows]
+
+
+def _over_blocks(absmax: Tensor, weights: WeightScheme) -> Tensor:
+    """The largest of the rows that share a scale: [out, G] -> [ceil(out / rows), G]."""
+    rows = weights.scale_rows
+    if rows == 1:
+        return absmax
+    padded = torch.nn.functional.pad(absmax, (0, 0, 0, -len(absmax) % rows))
+    return padded.view(-1, rows, absmax.shape[1]).amax(1)
 
 
 def round_scale(scale_f32: Tensor, scale_dtype: torch.dtype) -> Tensor:
@@ -125,7 +146,7 @@ def min_max_qparams(
     if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
         raise SchemeError("the weight holds NaN or Inf")
     q_min, q_max = code_range(scheme)
-    absmax = torch.maximum(-low, high)
+    absmax = _over_blocks(torch.maximum(-low, high), scheme)
     if scheme.symmetric:
         scale = round_scale(absmax / ((q_max - q_min) / 2), scale_dtype)
         _check_values_fit(absmax, scale)
@@ -145,7 +166,8 @@ def quantize(
     """
     weights = _weights(scheme)
     check_qparams(weights, (weight_f32.shape[0], weight_f32.shape[1]), scale, zero_point)
-    scaled = _grouped(weight_f32.float(), scale.shape[1]) / scale.float().unsqueeze(-1)
+    by_row = scale_by_row(scale, weights, len(weight_f32))
+    scaled = _grouped(weight_f32.float(), scale.shape[1]) / by_row.float().unsqueeze(-1)
     if zero_point is not None:
         scaled = scaled + zero_point.float().unsqueeze(-1)
     codes = _round_to_codes(scaled, weights).flatten(1)
@@ -164,7 +186,8 @@ def dequantize(qw: QuantizedWeight) -> Tensor:
     values = _grouped(qw.codes.to(qw.scale.dtype), qw.scale.shape[1])
     if qw.zero_point is not None:
         values = values - qw.zero_point.to(qw.scale.dtype).unsqueeze(-1)
-    return torch.flatten(values * qw.scale.unsqueeze(-1), 1)
+    by_row = scale_by_row(qw.scale, _weights(qw.scheme), len(qw.codes))
+    return torch.flatten(values * by_row.unsqueeze(-1), 1)
 
 
 def _grouped(matrix: Tensor, groups: int) -> Tensor:
@@ -173,11 +196,16 @@ def _grouped(matrix: Tensor, groups: int) -> Tensor:
 
 
 def quantize_activations(x: Tensor, act: ActivationScheme) -> tuple[Tensor, Tensor]:
-    """Codes [..., in] (int8 or e4m3) and float32 scales [..., 1] of `x`, one scale per token.
+    """Codes [..., in] (int8 or e4m3) and float32 scales of `x`: [..., 1], one per token, or for
+    groups of channels [..., in / group_size].
 
     Computed in float32 whatever x's dtype: scale = absmax / 127.5 (int8) or / 448 (fp8), epsilon
     for a row of zeros; codes = round_half_even(clamp(x / scale)).
     """
+    if act.group_size is not None:
+        one = replace(act, group_size=None)
+        codes, scale = quantize_activations(x.reshape(*x.shape[:-1], -1, act.group_size), one)
+        return codes.flatten(-2), scale.squeeze(-1)
     x_f32 = x.float()
     absmax = x_f32.abs().amax(-1, keepdim=True)
     scale = absmax / (FP8_MAX if act.kind == "float" else ((1 << act.num_bits) - 1) / 2)
@@ -188,6 +216,8 @@ def quantize_activations(x: Tensor, act: ActivationScheme) -> tuple[Tensor, Tens
 def fake_quantize_activations(x: Tensor, act: ActivationScheme) -> Tensor:
     """`x` [..., in] after dynamic per-token quantization, in x's dtype: what a kernel must see."""
     codes, scale = quantize_activations(x, act)
+    if act.group_size is not None:
+        scale = scale.repeat_interleave(act.group_size, -1)
     return (codes.float() * scale).to(x.dtype)
 
 
@@ -273,7 +303,7 @@ def tensor_shapes(scheme: Scheme, shape: tuple[int, int]) -> dict[str, tuple[int
     every = {
         "weight": (rows, width),
         "weight_packed": (rows, packed_width(width, bits)),
-        "weight_scale": (rows, groups),
+        "weight_scale": scale_shape(scheme.weights, shape),
         "weight_shape": (2,),
         "weight_zero_point": (packed_width(rows, bits), groups),
     }
@@ -353,8 +383,8 @@ def _check_tensor(
 def check_qparams(
     weights: WeightScheme, shape: tuple[int, int], scale: Tensor, zero_point: Tensor | None
 ) -> None:
-    """SchemeError unless scale and zero point have the scheme's shape [out, G] and dtypes."""
-    expected = (shape[0], num_groups(weights, shape[1]))
+    """SchemeError unless scale and zero point have the scheme's shape and dtypes."""
+    expected = scale_shape(weights, shape)
     if tuple(scale.shape) != expected or scale.dtype not in SCALE_DTYPES:
         raise SchemeError(f"scale is {scale.dtype} {list(scale.shape)}, expected {list(expected)}")
     if weights.symmetric != (zero_point is None):

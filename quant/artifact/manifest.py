@@ -56,15 +56,21 @@ class WeightRecord(_Record):
     num_bits: int
     kind: Literal["int", "float"]
     symmetric: bool
-    strategy: Literal["group", "channel"]
+    strategy: Literal["group", "channel", "block"]
     group_size: int | None = None
 
 
 class ActivationRecord(_Record):
-    """`scheme.ActivationScheme`, field for field."""
+    """`scheme.ActivationScheme`, field for field; `group_size` is only written where it is set."""
 
     num_bits: int
     kind: Literal["int", "float"]
+    group_size: int | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        return {k: v for k, v in data.items() if k != "group_size" or v is not None}
 
 
 class SchemeRecord(_Record):

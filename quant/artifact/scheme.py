@@ -15,39 +15,50 @@ from quant.artifact.errors import SchemeError
 Layout = Literal["dense", "pack-quantized", "int-quantized", "float-quantized"]
 GROUP_SIZES = (128, 64, 32)
 INT_BITS = (3, 4, 8)
+BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightScheme:
     """Codes of a weight [out, in]: `num_bits` ints or fp8 (e4m3), one scale per strategy unit.
 
-    group: along `in`, `group_size` columns share a scale; channel: a whole output row does.
+    group: along `in`, `group_size` columns share a scale; channel: a whole output row does; block:
+    `group_size` (128) rows by as many columns do, the last rows may be fewer.
     Integer codes are signed, -2^(b-1) .. 2^(b-1)-1; so are the zero points of asymmetric ones.
     """
 
     num_bits: int
     kind: Literal["int", "float"]
     symmetric: bool
-    strategy: Literal["group", "channel"]
+    strategy: Literal["group", "channel", "block"]
     group_size: int | None = None
+
+    @property
+    def scale_rows(self) -> int:
+        """Output rows that share a scale."""
+        return BLOCK if self.strategy == "block" else 1
 
     def __post_init__(self) -> None:
         if self.kind == "float" and (self.num_bits != 8 or not self.symmetric):
             raise SchemeError("float weights are fp8 e4m3: num_bits 8 and symmetric")
         if self.kind == "int" and self.num_bits not in INT_BITS:
             raise SchemeError(f"integer weights have 3, 4 or 8 bits, not {self.num_bits}")
-        if (self.strategy == "group") != (self.group_size is not None):
+        if (self.strategy == "channel") != (self.group_size is None):
             raise SchemeError("strategy 'group' goes with a group_size, 'channel' without one")
+        if self.strategy == "block" and (self.kind != "float" or self.group_size != BLOCK):
+            raise SchemeError(f"blocks are of fp8 weights, {BLOCK} rows by {BLOCK} columns")
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise SchemeError(f"group_size is one of {GROUP_SIZES}, not {self.group_size}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationScheme:
-    """Inputs of a module, quantized on the fly: one symmetric scale per token, made at run time."""
+    """Inputs of a module, quantized on the fly: symmetric scales made at run time, one per token,
+    or one for each `group_size` (128) channels of a token."""
 
     num_bits: int = 8
     kind: Literal["int", "float"] = "int"
+    group_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +125,7 @@ class Scheme:
         head = "fp8" if w.kind == "float" else f"w{w.num_bits}a{a.num_bits if a else 16}"
         if w.kind == "int" and a is not None and a.kind == "float":
             head += "-fp8"
-        unit = f"g{w.group_size}" if w.group_size else "channel"
+        unit = f"g{w.group_size}" if w.strategy == "group" else w.strategy
         return f"{head}-{unit}" + ("" if w.symmetric else "-asym")
 
 
@@ -137,9 +148,13 @@ def check_layout(layout: Layout, w: WeightScheme, a: ActivationScheme | None) ->
     ):
         raise SchemeError("int-quantized is W8A8: symmetric per-channel int8, dynamic int8 inputs")
     if layout == "float-quantized" and (
-        w.kind != "float" or w.strategy != "channel" or a is None or a.kind != "float"
+        w.kind != "float" or w.strategy == "group" or a is None or a.kind != "float"
     ):
-        raise SchemeError("float-quantized is fp8: per-channel e4m3, dynamic e4m3 inputs")
+        raise SchemeError("float-quantized is fp8: e4m3 per channel or block, dynamic e4m3 inputs")
+    if a is not None and a.group_size != (BLOCK if w.strategy == "block" else None):
+        raise SchemeError(
+            f"inputs have scales for each {BLOCK} channels where weights come in blocks, only there"
+        )
 
 
 DENSE = Scheme(layout="dense")
@@ -147,6 +162,9 @@ DENSE = Scheme(layout="dense")
 _INT4 = WeightScheme(num_bits=4, kind="int", symmetric=True, strategy="group", group_size=128)
 _INT8 = WeightScheme(num_bits=8, kind="int", symmetric=True, strategy="channel")
 _FP8 = WeightScheme(num_bits=8, kind="float", symmetric=True, strategy="channel")
+_FP8_BLOCK = WeightScheme(
+    num_bits=8, kind="float", symmetric=True, strategy="block", group_size=BLOCK
+)
 
 PRESETS: dict[str, Scheme] = {
     "dense": DENSE,
@@ -160,6 +178,11 @@ PRESETS: dict[str, Scheme] = {
     "w8a8": Scheme(layout="int-quantized", weights=_INT8, activations=ActivationScheme()),
     "fp8": Scheme(
         layout="float-quantized", weights=_FP8, activations=ActivationScheme(kind="float")
+    ),
+    "fp8-block": Scheme(
+        layout="float-quantized",
+        weights=_FP8_BLOCK,
+        activations=ActivationScheme(kind="float", group_size=BLOCK),
     ),
 }
 

@@ -9,6 +9,8 @@ updates (step 2), and the Cholesky form of the inverse (step 3, algorithm 1). Ar
 - scales from the weighted search of `quant.methods.scales`, cast to their stored dtype first;
 - a *damping ladder*: 1, 10, 100 times the asked damping (at most 1.0), each tried in float32 and
   float64, then round-to-nearest for this module: never an exception over a bad Hessian;
+- blocks (fp8-block) take min-max scales, which all of a block's rows share, and no refinement,
+  which would move them row by row;
 - inputs that were never active (diag(H) == 0) are rounded to nearest, never zeroed;
 - *refinement* of codes and scales (`quant.methods.refine`).
 
@@ -27,7 +29,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quant.artifact.layout import QuantizedWeight, dequantize, min_max_qparams
+from quant.artifact.layout import QuantizedWeight, dequantize, min_max_qparams, scale_by_row
 from quant.artifact.scheme import Scheme, WeightScheme
 from quant.methods.columns import Grid
 from quant.methods.refine import Damped, Rounded, blocks, refine
@@ -104,7 +106,8 @@ def gptq(
         order=order, importance=importance,
     )  # fmt: skip
     parts = [
-        _quantize_rows(rows.float(), work) for rows in torch.split(weight, _rows_at_once(weight))
+        _quantize_rows(rows.float(), work)
+        for rows in torch.split(weight, _rows_at_once(weight, scheme.weights.scale_rows))
     ]
     info = GPTQInfo(
         damping=damping,
@@ -130,8 +133,10 @@ class _Work:
     importance: Tensor | None
 
 
-def _rows_at_once(weight: Tensor) -> int:
-    return max(1, (GPU_VALUES if weight.is_cuda else CPU_VALUES) // weight.shape[1])
+def _rows_at_once(weight: Tensor, multiple: int) -> int:
+    """Rows for which memory is given, whole blocks of them."""
+    most = (GPU_VALUES if weight.is_cuda else CPU_VALUES) // weight.shape[1]
+    return max(1, most // multiple) * multiple
 
 
 def _quantize_rows(weight: Tensor, work: _Work) -> tuple[QuantizedWeight, Tensor, Tensor]:
@@ -146,14 +151,15 @@ def _quantize_rows(weight: Tensor, work: _Work) -> tuple[QuantizedWeight, Tensor
     scale, zero = _scales(weight, scheme, work.scale_dtype, work.importance)
     grid = Grid(
         scheme=scheme,
-        scale=scale.T.contiguous(),
+        scale=scale_by_row(scale, scheme, len(weight)).T.contiguous(),
         zero_point=None if zero is None else zero.T.contiguous(),
         is_zero=~grouped(weight, scheme).any(-1).T.contiguous(),
     )
     columns = weight.T.contiguous()
     codes = _propagate(columns, work.factor, work.order, grid, settings.block_size)
     rounded = Rounded(codes=codes, grid=grid)
-    if settings.refine_rounds:
+    shares_rows = scheme.scale_rows > 1
+    if settings.refine_rounds and not shares_rows:
         rounded = refine(
             columns, rounded, work.damped, work.order, work.scale_dtype,
             rounds=settings.refine_rounds, block_size=settings.block_size,
@@ -161,7 +167,7 @@ def _quantize_rows(weight: Tensor, work: _Work) -> tuple[QuantizedWeight, Tensor
     result = QuantizedWeight(
         scheme=work.scheme,
         codes=store_codes(rounded.codes, scheme).T.contiguous(),
-        scale=rounded.grid.scale.T.contiguous(),
+        scale=scale if shares_rows else rounded.grid.scale.T.contiguous(),
         zero_point=zero,
     )
     errors = rounded.errors
@@ -207,7 +213,7 @@ def _scales(
     weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, importance: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Scales fixed before any error is propagated, on the unpermuted weight."""
-    if importance is None:
+    if importance is None or scheme.scale_rows > 1:
         return min_max_qparams(weight, scheme, scale_dtype)
     return search_scales(weight, scheme, scale_dtype, importance)
 

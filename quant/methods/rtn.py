@@ -22,11 +22,12 @@ def rtn(
 
     Scales are min-max (compressed-tensors' arithmetic). With `scale_search`, each group takes the
     candidate scale of least squared error, weighted by `importance` [in] (mean square of the
-    inputs) where given. Raises SchemeError when a scale does not fit `scale_dtype`.
+    inputs) where given; blocks keep min-max scales. Raises SchemeError when a scale does not fit
+    `scale_dtype`.
     """
     assert scheme.weights is not None
     values = weight.float()
-    if scale_search or importance is not None:
+    if (scale_search or importance is not None) and scheme.weights.scale_rows == 1:
         scale, zero = search_scales(values, scheme.weights, scale_dtype, importance)
     else:
         scale, zero = min_max_qparams(values, scheme.weights, scale_dtype)

@@ -1,7 +1,7 @@
 """One linear layer of the decoder: several checkpoint modules fused along their output rows.
 
-Stacking rows is exact for every scheme here: a scale belongs to rows (channel) or to parts of rows
-(group), never to more than one row.
+Stacking rows is exact: a scale belongs to rows (channel) or to parts of rows (group). Where it
+belongs to blocks of rows, whose last may not be full, what they stand for is stacked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quant.artifact.errors import SchemeError
-from quant.artifact.layout import QuantizedWeight
+from quant.artifact.layout import QuantizedWeight, dequantize
 from quant.artifact.scheme import ActivationScheme
 from runtime.kernels.gate import Activation
 from runtime.kernels.linear import (
@@ -22,10 +22,12 @@ from runtime.kernels.linear import (
     can_add,
     expected_activations,
     gated_linear,
+    is_served_rounded,
     linear,
     linear_in_float32,
     pack_dense,
     pack_quantized,
+    pack_rounded,
     reconstruct,
     share_dense,
 )
@@ -126,6 +128,9 @@ def _pack(
     if dense:
         matrix = dense[0] if len(dense) == 1 else torch.cat([shard.to(dtype) for shard in dense])
         return pack_dense(matrix, dtype, device, options), labels[0]
+    if is_served_rounded(quantized[0].scheme):
+        matrix = torch.cat([dequantize(shard) for shard in quantized])
+        return pack_rounded(matrix, quantized[0].scheme, dtype, device, options), labels[0]
     return pack_quantized(_stack(quantized), dtype, device, options), labels[0]
 
 

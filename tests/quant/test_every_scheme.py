@@ -30,11 +30,16 @@ def test_compressed_tensors_reads_the_very_weights(
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    opened = open_artifact(artifact(tiny_model("llama", hidden_size=128), scheme=name))
+    sizes = {"hidden_size": 128}
+    if name == "fp8-block":  # all that runs as one in whole blocks
+        sizes |= {"intermediate_size": 256, "num_key_value_heads": 8}
+    opened = open_artifact(artifact(tiny_model("llama", **sizes), scheme=name))
     config = json.loads((opened.path / "config.json").read_text())
     model = LlamaForCausalLM(LlamaConfig(**config))
     section = QuantizationConfig.model_validate(config["quantization_config"])
     apply_quantization_config(model, section)
+    labels = {scheme.label for scheme in opened.schemes().values()}
+    assert name != "fp8-block" or labels == {"dense", "fp8-block"}
     for module, scheme in opened.schemes().items():
         theirs = getattr(model.get_submodule(module), "quantization_scheme", None)
         assert (theirs is None) == scheme.is_dense, f"the resolvers disagree on {module}"

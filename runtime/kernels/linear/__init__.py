@@ -11,8 +11,9 @@ What serves which weight, and what it costs in memory per weight:
 | w8a8 (int8)   | int8 matmul where exact, 1 byte; else  | the same, else the codes, 2 bytes     |
 |               | float32 matmul over the codes, 4 bytes |                                       |
 | fp8           | e4m3 codes as float32, 4 bytes         | e4m3 codes as bfloat16, 2 bytes       |
-| w3a16, w4a8,  | dequantized once, 4 bytes; w4a8's      | the same, 2 bytes: the speed and the  |
-| w4a8-fp8      | inputs are rounded to their codes      | memory of a dense model               |
+| w3a16, w4a8,  | dequantized once, 4 bytes; inputs that | the same, 2 bytes: the speed and the  |
+| w4a8-fp8,     | are quantized are rounded to their     | memory of a dense model               |
+| fp8-block     | codes                                  |                                       |
 
 float32 means float32: torch's int4 kernel rounds inputs and outputs to bfloat16, so using it only
 for small batches would make a row's result depend on the rows beside it. With compute type
@@ -92,10 +93,12 @@ __all__ = [
     "expected_activations",
     "gated_linear",
     "has_own_product",
+    "is_served_rounded",
     "linear",
     "linear_in_float32",
     "pack_dense",
     "pack_quantized",
+    "pack_rounded",
     "reconstruct",
     "share_dense",
 ]
@@ -137,10 +140,9 @@ def pack_quantized(
 
     `options` are needed where Triton serves the device.
     """
+    if is_served_rounded(weight.scheme):
+        return pack_rounded(dequantize(weight), weight.scheme, dtype, device, options)
     activations = weight.scheme.activations
-    if activations is not None and weight.scheme.layout == "pack-quantized":
-        dense = pack_dense(dequantize(weight), dtype, device, options)
-        return RoundedInputWeight(dense=dense, activations=activations)
     if options is not None and uses_triton(device) and dtype != torch.float32:
         packed = _pack_for_triton(weight, dtype, device, options)
         if packed is not None:
@@ -150,6 +152,28 @@ def pack_quantized(
     if device.type == "cpu" and can_pack_int4(weight, dtype):
         return pack_int4(weight)
     return pack_dense(dequantize(weight), dtype, device, options)
+
+
+def is_served_rounded(scheme: Scheme) -> bool:
+    """Whether weights of this scheme are dequantized and met by inputs rounded to their codes:
+    those with quantized inputs whose scales differ along `in`, for which we have no kernel."""
+    weights = scheme.weights
+    if weights is None or scheme.activations is None:
+        return False
+    return scheme.layout == "pack-quantized" or weights.strategy == "block"
+
+
+def pack_rounded(
+    matrix: Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: KernelOptions | None = None,
+) -> RoundedInputWeight:
+    """A dequantized weight [out, in] of a scheme that `is_served_rounded`."""
+    assert scheme.activations is not None
+    dense = pack_dense(matrix, dtype, device, options)
+    return RoundedInputWeight(dense=dense, activations=scheme.activations)
 
 
 def _pack_for_triton(
@@ -168,10 +192,8 @@ def _pack_for_triton(
 def has_own_product(scheme: Scheme) -> bool:
     """Whether products are made from the codes of this scheme somewhere; otherwise it is served as
     a dense matrix, which saves neither memory nor time."""
-    weights = scheme.weights
-    if weights is None or scheme.layout != "pack-quantized":
-        return True
-    return weights.num_bits != 3 and scheme.activations is None
+    is_odd = scheme.weights is not None and scheme.weights.num_bits == 3
+    return not is_odd and not is_served_rounded(scheme)
 
 
 def expected_activations(weight: PackedWeight) -> ActivationScheme | None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quant.artifact.layout import QuantizedWeight, dequantize, quantize_activations
+from quant.artifact.layout import (
+    QuantizedWeight,
+    dequantize,
+    fake_quantize_activations,
+    quantize_activations,
+)
 
 
 def effective_weight(weight: QuantizedWeight) -> Tensor:
     """The matrix [out, in] float32 a kernel multiplies with.
 
     Weight-only schemes mean `dequantize(weight)`, rounded to the stored scale's type as
-    compressed-tensors does, and so do weights in groups under quantized inputs (w4a8). Where
-    inputs are quantized and a scale covers a row, the scales are applied to the sums (as every
-    int8 and fp8 matmul does), so codes * scale is exact and not rounded.
+    compressed-tensors does, and so do weights in groups or blocks under quantized inputs (w4a8,
+    fp8-block). Where inputs are quantized and a scale covers a row, the scales are applied to the
+    sums (as every int8 and fp8 matmul does), so codes * scale is exact and not rounded.
     """
-    if weight.scheme.activations is None or weight.scheme.layout == "pack-quantized":
+    if weight.scheme.activations is None or _is_in_parts(weight):
         return dequantize(weight).float()
     return weight.codes.float() * weight.scale.float()
 
@@ -27,8 +32,14 @@ def linear_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
         y = x.float() @ effective_weight(weight).T
     else:
         codes, scale = quantize_activations(x, activations)
-        if weight.scheme.layout == "pack-quantized":
-            y = (codes.float() * scale) @ effective_weight(weight).T
+        if _is_in_parts(weight):
+            y = fake_quantize_activations(x.float(), activations) @ effective_weight(weight).T
         else:
             y = (codes.float() @ weight.codes.float().T) * scale * weight.scale.float().T
     return y if bias is None else y + bias.float()
+
+
+def _is_in_parts(weight: QuantizedWeight) -> bool:
+    """Whether scales differ along `in`, so that they cannot be applied to whole sums."""
+    assert weight.scheme.weights is not None
+    return weight.scheme.layout == "pack-quantized" or weight.scheme.weights.strategy == "block"

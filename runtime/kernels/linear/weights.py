@@ -61,7 +61,7 @@ class DynamicWeight:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedInputWeight:
     """A dequantized weight met by inputs rounded to the codes they would have: the meaning of
-    w4a8, at the speed of a dense product. No kernel multiplies its codes."""
+    w4a8 and fp8-block, at the speed of a dense product. No kernel multiplies its codes."""
 
     dense: DenseWeight
     activations: ActivationScheme
