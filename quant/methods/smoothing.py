@@ -106,8 +106,10 @@ def search_scale(
     scale_dtype: torch.dtype,
     *,
     refine_steps: int,
+    is_binary: bool = False,
 ) -> Smoothing:
-    """The scale [C] of least output error. inputs [N, I] float32; channels [I]: a column's channel.
+    """The scale [C] of least output error. inputs [N, I] float32; channels [I]: a column's channel;
+    is_binary: whether scales must be powers of two.
 
     Deterministic. Channels that are zero in the inputs or in all weights keep scale 1.
     """
@@ -130,7 +132,8 @@ def search_scale(
             trials["refined"] = refine(expected, channels, grid[first], alive, refine_steps)
     best, chosen = torch.ones_like(largest_x), "none"
     error = before = measured_error(inputs, stacks, best[channels], scale_dtype)
-    for name, trial in trials.items():
+    for name, exact in trials.items():
+        trial = torch.exp2(exact.log2().round()) if is_binary else exact
         found = measured_error(inputs, stacks, trial[channels], scale_dtype)
         if found < error:
             best, error, chosen = trial, found, name
