@@ -6,7 +6,14 @@
 Of each model and base an artifact is made per kind of KV cache, calibrated as in
 `benchmarks.quality`, and judged on the same held-out windows three times: with keys and values as
 they are, rounded to e4m3 at a scale of 1, and rounded with the artifact's scales. What the rounding
-adds is a difference on the same weights and tokens, so that nothing else is in it.
+adds to the divergence from the float32 model (`extra.kl_added`) is a difference on the same weights
+and tokens; beside 4-bit weights it is mostly noise, since their error and the rounding's add up or
+cancel token by token. `extra.kl_alone` is the rounding's own: the divergence from the same weights
+without it. Each comes with its standard error over windows, and so does what the artifact's scales
+cost beyond scales of 1 (`..._over_one`, negative where they are better).
+
+With --keep-worst N a further artifact keeps the caches of the N layers that lose most on
+calibration windows in the model's type (`kv_skip_layers`).
 
 Beside the model itself stand two that compute the same function but have outlier keys: a power of
 two is taken from the queries and given to the keys, of one pair of rotated channels
@@ -19,7 +26,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +67,17 @@ class Case:
     model: str
     base: str
     kv: str
+    skip: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.base} {self.kv}"
+        return f"{self.model} {self.base} {self.kv}" + (f" but {self.skip}" if self.skip else "")
 
     @property
     def candidate(self) -> Candidate:
         recipe = f"{BASES[self.base]}\nkv_cache: {self.kv}"
+        if self.skip:
+            recipe += f"\nkv_skip_layers: {list(self.skip)}"
         return Candidate(scheme="fp8-kv", method=self.base, recipe=recipe)
 
 
@@ -152,6 +162,15 @@ def install_taps(model: nn.Module, taps: Sequence[KVTap | None]) -> None:
         layer.self_attn.kv_tap = tap
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """Per window, [windows] float64: divergence from the float32 model, and from the same weights
+    with keys and values as they are."""
+
+    total: Tensor
+    alone: Tensor
+
+
 @torch.inference_mode()
 def judge_taps(
     reference: nn.Module,
@@ -159,18 +178,45 @@ def judge_taps(
     taps: Mapping[str, Sequence[KVTap | None]],
     windows: Sequence[Sequence[int]],
     batch: int,
-) -> dict[str, Tensor]:
-    """KL(reference || model) of each window, [windows] float64, by the taps' name."""
+) -> dict[str, Losses]:
+    """What each kind of rounding loses, by its name."""
     device = next(reference.parameters()).device
-    found: dict[str, list[Tensor]] = {name: [] for name in taps}
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in taps}
     for start in range(0, len(windows), batch):
         ids = torch.tensor([list(w) for w in windows[start : start + batch]], device=device)
         expected = reference(input_ids=ids, use_cache=False).logits
+        install_taps(model, [None for _ in model.model.layers])  # type: ignore[union-attr]
+        exact = model(input_ids=ids, use_cache=False).logits
         for name, layers in taps.items():
             install_taps(model, layers)
             logits = model(input_ids=ids, use_cache=False).logits
-            found[name] += [_mean_kl(*pair) for pair in zip(expected, logits, strict=True)]
-    return {name: torch.stack(kl).cpu() for name, kl in found.items()}
+            found[name] += [
+                (_mean_kl(a, c), _mean_kl(b, c))
+                for a, b, c in zip(expected, exact, logits, strict=True)
+            ]
+    losses = {}
+    for name, pairs in found.items():
+        total, alone = (torch.stack(part).cpu() for part in zip(*pairs, strict=True))
+        losses[name] = Losses(total=total, alone=alone)
+    return losses
+
+
+def worst_layers(
+    model: nn.Module,
+    own: Sequence[KVTap | None],
+    windows: Sequence[Sequence[int]],
+    batch: int,
+    count: int,
+) -> tuple[int, ...]:
+    """The layers that lose most when they alone are rounded."""
+    alone = {
+        str(i): [tap if j == i else None for j, tap in enumerate(own)] for i in range(len(own))
+    }
+    losses = judge_taps(model, model, alone, windows, batch)
+    means = {int(name): float(found.alone.mean()) for name, found in losses.items()}
+    ranked = sorted(means, key=lambda i: -means[i])
+    progress("  by layer: " + ", ".join(f"{i} {means[i]:.2e}" for i in ranked))
+    return tuple(sorted(ranked[:count]))
 
 
 def _mean_kl(expected: Tensor, found: Tensor) -> Tensor:
@@ -179,10 +225,19 @@ def _mean_kl(expected: Tensor, found: Tensor) -> Tensor:
     return (ref.exp() * (ref - cand)).sum(-1).double().mean()
 
 
-def measure(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A case's artifact as a model, what keys and values go through, and how its rows begin."""
+
+    model: nn.Module
+    taps: Mapping[str, Sequence[KVTap | None]]
+    common: dict[str, Any]
+
+
+def make(
     case: Case, source: Source, reference: nn.Module, windows: Windows, args: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    """A row for each data set and each kind of scales."""
+) -> Made:
+    """Quantize, and load what came of it."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "artifact"
         report = quantize(source, case.candidate, windows, out, args)
@@ -191,20 +246,37 @@ def measure(
         taps = taps_of(artifact, args.device)
     model.config._attn_implementation = ATTENTION  # type: ignore[union-attr]
     common = row_common(case.candidate, windows, report, args)
+    return Made(model=model, taps=taps, common=common)
+
+
+def measure(
+    case: Case, made: Made, reference: nn.Module, windows: Windows, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """A row for each data set and each kind of scales."""
     for dataset in args.datasets:
-        kl = judge_taps(reference, model, taps, windows.heldout[dataset], args.batch)
-        for scales, value in kl.items():
-            added = value - kl["none"]
+        texts = windows.heldout[dataset]
+        losses = judge_taps(reference, made.model, made.taps, texts, args.batch)
+        for scales, found in losses.items():
             extra = {
-                "dataset": dataset, "windows": len(value), "model": case.model, "base": case.base,
+                "dataset": dataset, "windows": len(texts), "model": case.model, "base": case.base,
                 "scales": case.kv if scales == "own" else scales, "kv_cache": case.kv,
-                "kl_added": float(added.mean()), "kl_added_se": _standard_error(added),
+                "kv_skip_layers": list(case.skip) if scales == "own" else [],
+                **_summary("kl_added", found.total - losses["none"].total),
+                **_summary("kl_alone", found.alone),
             }  # fmt: skip
+            if scales == "own":
+                one = losses[UNIT_SCALES]
+                extra |= _summary("kl_added_over_one", found.total - one.total)
+                extra |= _summary("kl_alone_over_one", found.alone - one.alone)
             yield {
-                **common, "kv_dtype": "float32" if scales == "none" else "fp8",
-                "metric": "kl_mean", "value": float(value.mean()), "unit": "nats",
-                "extra": {**common["extra"], **extra},
+                **made.common, "kv_dtype": "float32" if scales == "none" else "fp8",
+                "metric": "kl_mean", "value": float(found.total.mean()), "unit": "nats",
+                "extra": {**made.common["extra"], **extra},
             }  # fmt: skip
+
+
+def _summary(name: str, values: Tensor) -> dict[str, float | None]:
+    return {name: float(values.mean()), f"{name}_se": _standard_error(values)}
 
 
 def _standard_error(values: Tensor) -> float | None:
@@ -235,6 +307,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--{name}", type=_list_of(known), default=default,
             help=f"of {','.join(known)} (default: {default})",
         )  # fmt: skip
+    parser.add_argument("--keep-worst", type=int, default=0, help="layers to keep, see above")
     parser.add_argument("--shape", default="smollm2-135m", help="the model's name in the rows")
     parser.add_argument("--commit", help="commit to record (default: asked of git)")
     parser.add_argument("--out", type=Path, required=True, help="JSON Lines file to append to")
@@ -268,18 +341,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     keys = largest_keys(reference, windows.calibration[0])
     with tempfile.TemporaryDirectory() as folder:
         for case in cases(args):
-            progress(case.name)
             if case.model not in sources:
                 write_outlier_model(original, case.model, keys, Path(folder) / case.model)
                 sources[case.model] = open_source(str(Path(folder) / case.model))
-            for row in measure(case, sources[case.model], reference, windows, args):
-                extra = row["extra"]
-                progress(
-                    f"  {extra['dataset']} scales {extra['scales']}: KL {row['value']:.5f}, "
-                    f"added {extra['kl_added']:.5f} +- {extra['kl_added_se'] or 0:.5f}"
-                )
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({**row, "repeats": [row["value"]]}) + "\n")
+            work = (sources[case.model], reference, windows, args)
+            made = run_case(case, *work)
+            if args.keep_worst and case.model == "plain" and case.kv == args.kv[-1]:
+                skip = worst_layers(
+                    made.model, made.taps["own"], windows.calibration[:8], args.batch,
+                    args.keep_worst,
+                )  # fmt: skip
+                run_case(replace(case, skip=skip), *work)
+
+
+def run_case(
+    case: Case, source: Source, reference: nn.Module, windows: Windows, args: argparse.Namespace
+) -> Made:
+    """Make a case's artifact, judge it, and write its rows."""
+    progress(case.name)
+    made = make(case, source, reference, windows, args)
+    for row in measure(case, made, reference, windows, args):
+        extra = row["extra"]
+        progress(
+            f"  {extra['dataset']} scales {extra['scales']}: KL {row['value']:.5f}, added "
+            f"{extra['kl_added']:.5f}, alone {extra['kl_alone']:.5f}"
+        )
+        with args.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**row, "repeats": [row["value"]]}) + "\n")
+    return made
 
 
 if __name__ == "__main__":

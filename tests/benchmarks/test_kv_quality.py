@@ -49,7 +49,7 @@ def test_rows_say_what_rounding_adds_to_the_same_weights(
     out = tmp_path / "rows.jsonl"
     kv_quality.main([
         "--model", str(tiny_model("llama")), "--data", "D", "--out", str(out),
-        "--models", "plain,outlier-head",
+        "--models", "plain,outlier-head", "--keep-worst", "1",
     ])  # fmt: skip
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {(r["suite"], r["scheme"], r["metric"]) for r in rows} == {
@@ -62,6 +62,13 @@ def test_rows_say_what_rounding_adds_to_the_same_weights(
         for r in rows
     }
     assert len(added) == 24
+    assert len(rows) == 24 + 2 * 3
+    last = [r["extra"] for r in rows if r["extra"]["kv_skip_layers"]]
+    assert [len(extra["kv_skip_layers"]) for extra in last] == [1, 1]
+    for extra in (r["extra"] for r in rows):
+        if extra["base"] == "dense":  # nothing else is lost there
+            assert extra["kl_alone"] == pytest.approx(extra["kl_added"], abs=1e-9)
+        assert ("kl_alone_over_one" in extra) == (extra["scales"] not in ("none", "1.0"))
     assert all((value == 0) == (key[-1] == "none") for key, value in added.items())
     by_head = ("dense", "outlier-head", "fp8-head")
     assert added[*by_head, "fp8-head"] < added[*by_head, "1.0"]
