@@ -64,8 +64,16 @@ def require_unchanged(artifact: Artifact) -> None:
 
 
 def source_of(artifact: Artifact) -> str:
-    """The path of the model the artifact was made from; UsageError when it is gone or random."""
-    path = artifact.manifest.source.path
+    """The path of the model the artifact was made from; UsageError when it is gone, random, or not
+    the model that was quantized because an adapter was merged into it."""
+    path, adapter = artifact.manifest.source.path, artifact.manifest.source.adapter
+    if adapter is not None:
+        raise UsageError(
+            f"{artifact.path} has the adapter {adapter.name} merged into {path}, and against that "
+            "model alone all that the adapter changed would count as damage. Make the merged model "
+            f"with `quantize convert {path} --adapter {adapter.name} --out MERGED` and pass "
+            "--base MERGED"
+        )
     if path.startswith(_SYNTHETIC):
         raise UsageError(
             f"{artifact.path} is made of random weights ({path}), good for speed and memory only; "

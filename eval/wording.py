@@ -183,6 +183,7 @@ def next_steps(evaluation: Evaluation) -> list[str]:
 
 
 def _next_recipe(evaluation: Evaluation) -> list[str]:
+    """The base is what gets quantized: where an adapter was merged, the merged model."""
     model = shlex.quote(evaluation.base.name)
     for prefix, recipe, why in _NEXT:
         if any(label.startswith(prefix) for label in evaluation.artifact.schemes):

@@ -458,16 +458,16 @@ def _carry_out(job: Job, *, overwrite: bool, resume: bool) -> None:
 
 
 def _next_steps(out: Path, report: RunReport) -> str:
-    from quant.report import next_steps
     from quant.report_html import HTML_NAME, how_to_install, missing_libraries
 
     missing = missing_libraries()
     page = how_to_install(missing) if missing else f"{out}/{HTML_NAME}"
-    steps = next_steps(
-        shlex.quote(str(out)), runtime_serves=report.runtime_serves,
-        is_converted=report.is_converted,
-    )  # fmt: skip
-    lines = ("report", f"{out}/report.md"), ("", page), *zip(("next", ""), steps, strict=False)
+    steps = report.next_steps(shlex.quote(str(out)))
+    lines = (
+        ("report", f"{out}/report.md"),
+        ("", page),
+        *zip(("next", *[""] * len(steps)), steps, strict=False),
+    )
     return "\n" + "\n".join(f"{name:<10}{text}" for name, text in lines)
 
 

@@ -173,6 +173,13 @@ class RunReport:
     def quantized(self) -> tuple[ModuleResult, ...]:
         return tuple(m for m in self.modules if m.scheme != "dense")
 
+    def next_steps(self, name: str) -> tuple[str, ...]:
+        """`next_steps` of this run."""
+        return next_steps(
+            name, runtime_serves=self.runtime_serves, is_dense=not self.quantized,
+            is_converted=self.is_converted, adapter=self.adapter,
+        )  # fmt: skip
+
     @property
     def is_converted(self) -> bool:
         """Whether the codes are another tool's: no method of ours made them."""
@@ -251,12 +258,28 @@ def report_json(report: RunReport) -> str:
     return json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n"
 
 
-def next_steps(name: str, *, runtime_serves: bool, is_converted: bool) -> tuple[str, ...]:
-    """The commands that make sense once the artifact `name` is there: only what will work."""
+def next_steps(
+    name: str,
+    *,
+    runtime_serves: bool,
+    is_dense: bool = False,
+    is_converted: bool = False,
+    adapter: str | None = None,
+) -> tuple[str, ...]:
+    """The commands that make sense once the artifact `name` is there: only what will work.
+
+    An artifact is judged against the float model that its codes stand for: with an adapter that is
+    the merged one (a dense artifact is one), and for another tool's codes it lies elsewhere.
+    """
+    serve = f"runtime serve {name}"
     if not runtime_serves:
         return (f"vllm serve {name}",)
-    base = " --base ORIGINAL_FLOAT_MODEL" if is_converted else ""
-    return f"evaluate {name}{base}", f"runtime serve {name}"
+    if adapter is None:
+        return f"evaluate {name}{' --base FLOAT_MODEL' if is_converted else ''}", serve
+    if is_dense:
+        return (serve,)
+    merge = f"quantize convert MODEL --adapter {adapter} --out MERGED"
+    return merge, f"evaluate {name} --base MERGED", serve
 
 
 def chosen_candidate(candidates: Sequence[Sequence[Any]]) -> str:

@@ -35,7 +35,11 @@ def facts_of(data: Data) -> dict[str, Any]:
         "artifact_name": name,
         "before": data["unpacked_bytes"] or data["source_bytes"],
         "next_steps": next_steps(
-            name, runtime_serves=data["runtime_serves"], is_converted=is_converted
+            name,
+            runtime_serves=data["runtime_serves"],
+            is_dense=not quantized,
+            is_converted=is_converted,
+            adapter=data["adapter"],
         ),
         "cards": list(_cards(data, quantized)),
         "quantized": quantized,

@@ -18,7 +18,7 @@ from rich.text import Text
 from quant.coverage import Coverage
 from quant.plan import join_layers
 from quant.plan_table import duration, size
-from quant.report import ModuleResult, RunReport, by_kind, chosen_candidate, next_steps
+from quant.report import ModuleResult, RunReport, by_kind, chosen_candidate
 
 Rows = list[tuple[str, ...]]
 _KIND_HEADER = ("modules", "scheme", "method", "count", "error mean", "error max", "size")
@@ -75,11 +75,7 @@ def model_card(report: RunReport, recipe_text: str) -> str:
             _judging(report),
             "",
             "```",
-            *next_steps(
-                report.artifact,
-                runtime_serves=report.runtime_serves,
-                is_converted=report.is_converted,
-            ),
+            *report.next_steps(report.artifact),
             "```",
             "",
             "The licence and intended use are those of the original model.",
@@ -178,8 +174,11 @@ def error_meaning(report: RunReport) -> str:
     if bases == {"outputs"}:
         return "Error: relative change of a module's outputs on the calibration tokens."
     if bases == {"weights"}:
-        return "Error: relative change of a module's weight (no calibration tokens were given)."
-    return "Error: relative change of a module's outputs, or of its weight where it saw no tokens."
+        return "Error: relative change of a module's weight (its method looks at no tokens)."
+    return (
+        "Error: relative change of a module's outputs, or of its weight where its method looks at "
+        "no tokens."
+    )
 
 
 def kind_rows(report: RunReport) -> Rows:

@@ -19,6 +19,7 @@ from eval.cache import Cache
 from eval.errors import EvaluationError, TargetError, UsageError
 from eval.evaluation import Evaluation
 from eval.metrics.divergence import WindowScores
+from eval.preflight import source_of
 from eval.progress import Silent
 from eval.runner import score_windows
 from eval.suites import load_suite
@@ -26,6 +27,7 @@ from eval.targets.checkpoint import locate
 from eval.targets.engine import EngineTarget
 from eval.targets.reference import ReferenceTarget
 from eval.windows import pick_windows
+from quant.artifact.artifact import open_artifact
 from quant.artifact.stamp import read_stamp
 from runtime.config import EngineConfig
 from runtime.text import TextProcessor
@@ -278,6 +280,16 @@ def test_missing_base_asks_for_it(
     shutil.rmtree(moved)
     with pytest.raises(UsageError, match="not there any more; pass it with --base"):
         judge(made)
+
+
+def test_the_base_of_a_merged_adapter_is_the_merged_model(dense: Path, tmp_path: Path) -> None:
+    """Against the model without it, what the adapter changed would count as damage."""
+    copy = shutil.copytree(dense, tmp_path / "art")
+    manifest = json.loads((copy / "artifact.json").read_text())
+    manifest["source"]["adapter"] = {"name": "lora", "digest": "0" * 64}
+    (copy / "artifact.json").write_text(json.dumps(manifest))
+    with pytest.raises(UsageError, match="--adapter lora --out MERGED` and pass --base MERGED"):
+        source_of(open_artifact(copy))
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,13 @@ def test_only_what_works_is_suggested() -> None:
     assert "runtime serve" not in model_card(mixture, "")
     codes = tuple(replace(m, method="none") for m in make_report().modules)
     converted = replace(make_report(), modules=codes)
-    assert "evaluate tiny-w4a16 --base ORIGINAL_FLOAT_MODEL\n" in model_card(converted, "")
+    assert "evaluate tiny-w4a16 --base FLOAT_MODEL\n" in model_card(converted, "")
     assert not replace(make_report(), modules=()).is_converted
+    merged = model_card(replace(make_report(), adapter="lora"), "")
+    assert "--adapter lora --out MERGED\nevaluate tiny-w4a16 --base MERGED\n" in merged
+    assert replace(make_report(), adapter="lora", modules=()).next_steps("x") == (
+        "runtime serve x",
+    )
 
 
 def test_what_the_runtime_serves_is_known() -> None:
