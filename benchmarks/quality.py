@@ -42,7 +42,8 @@ from quant.artifact.artifact import Artifact, open_artifact
 from quant.artifact.layout import QuantizedWeight, dequantize, fake_quantize_activations
 from quant.calibration import windows_from_token_lists
 from quant.checkpoint import Source
-from quant.mixed import MixedJob, choose_plan, survey_source
+from quant.mixed import choose_plan
+from quant.mixed_build import MixedJob, survey_source
 from quant.mixed_plan import Planner
 from quant.pipeline import run
 from quant.plan import Plan, make_plan

@@ -9,6 +9,7 @@ Nothing is written before `carry_out`.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,12 +26,14 @@ from quant.artifact.shipped import Kind, local_path, resolve_input
 from quant.artifact.writer import clear_leftovers
 from quant.calibration import Calibration, load_calibration
 from quant.checkpoint import Source
+from quant.closed_loop import Gate, default_command
 from quant.errors import CalibrationError, PipelineError, QuantError, RecipeError
 from quant.estimate import Estimate, estimate
 from quant.foreign import QuantizedSource, is_quantized
 from quant.foreign_convert import convert, foreign_plan
 from quant.machine import check_device, free_disk_bytes, free_memory_bytes, measured_flops
-from quant.mixed import MixedJob, check_recipe_path, choose_plan, mixed_folder, survey_source
+from quant.mixed import choose_plan
+from quant.mixed_build import MixedJob, check_recipe_path, mixed_folder, survey_source
 from quant.mixed_plan import Planner, Space, guess_plan
 from quant.pipeline import Progress, check_smoothing, run
 from quant.plan import Plan, make_plan
@@ -64,6 +67,7 @@ class Job:
     notes: tuple[str, ...]
     planner: Planner
     space: Space | None = None
+    gate: Gate | None = None
 
 
 def quantize(
@@ -77,6 +81,8 @@ def quantize(
     overwrite: bool = False,
     resume: bool = True,
     progress: Progress | None = None,
+    until_accepted: PathLike | None = None,
+    gate_command: str | None = None,
     **overrides: Any,
 ) -> Path:
     """Make an artifact and return its directory.
@@ -85,9 +91,16 @@ def quantize(
     looked up where given, then among the shipped ones. out defaults to NAME-RECIPE in the current
     directory; when it holds the artifact of this very job already, nothing is done.
     overrides: recipe keys (`group_size=64`, `samples=128`, ...; those of `calibration:`
-    go there). strict refuses group sizes that do not divide. Raises QuantError or ArtifactError.
+    go there). strict refuses group sizes that do not divide. until_accepted: gates file; the
+    smallest artifact that `evaluate` (or gate_command) accepts is made. Raises QuantError or
+    ArtifactError.
     """
-    job = prepare(model, recipe, calib, out, strict=strict, device=device, overrides=overrides)
+    gate = None
+    if until_accepted is not None:
+        gate = make_gate(until_accepted, gate_command, device)
+    job = prepare(
+        model, recipe, calib, out, strict=strict, device=device, overrides=overrides, gate=gate
+    )
     if not overwrite and is_done(job):
         return job.out.absolute()
     report = carry_out(job, progress=progress, overwrite=overwrite, resume=resume)
@@ -104,14 +117,16 @@ def prepare(
     device: str = "cpu",
     overrides: Mapping[str, Any],
     keep_codes: bool = False,
+    gate: Gate | None = None,
 ) -> Job:
     """Read the recipe and the model, plan, and estimate; calibration files are found, not read.
 
     keep_codes: a checkpoint that another tool quantized is taken as it is, instead of refused.
+    gate: what must accept the artifact; the smallest plan that it does accept is wanted.
     """
     check_device(device)
     loaded = load_recipe(recipe, overrides)
-    _check_mixed_keys(loaded)
+    _check_mixed_keys(loaded, gate)
     files = _calibration_files(calib)
     name = str(model) if model is not None else _recipe_model(loaded)
     began = time.perf_counter()
@@ -119,7 +134,7 @@ def prepare(
     opening_s = time.perf_counter() - began
     planner = partial(_plan, source, strict=strict)
     plan, space = planner(loaded), None
-    if loaded.is_mixed:
+    if loaded.is_mixed or gate is not None:
         space = survey_source(source, loaded, planner)
         plan = guess_plan(loaded, space, planner)
     if isinstance(source, QuantizedSource):
@@ -146,9 +161,14 @@ def prepare(
         cost=cost,
         tokens=tokens,
         device=device,
-        notes=(*_notes(plan, files, cost), *_source_notes(source), *_mixed_notes(loaded, space)),
+        notes=(
+            *_notes(plan, files, cost),
+            *_source_notes(source),
+            *_mixed_notes(loaded, space, gate),
+        ),
         planner=planner,
         space=space,
+        gate=gate,
     )
 
 
@@ -292,7 +312,7 @@ def _mixed_job(job: Job, space: Space) -> MixedJob:
     fit, heldout = _fit_and_heldout(job)
     return MixedJob(
         source=job.source, recipe=job.recipe, space=space, planner=job.planner, fit=fit,
-        heldout=heldout, out=job.out.absolute(), device=job.device,
+        heldout=heldout, out=job.out.absolute(), device=job.device, gate=job.gate,
     )  # fmt: skip
 
 
@@ -343,7 +363,12 @@ def check_out(job: Job, *, overwrite: bool) -> None:
 
 def _bytes_to_write(job: Job) -> int:
     """Of the artifact; under a budget, of every plan that is built."""
-    return job.cost.artifact_bytes * (1 if job.space is None else job.recipe.mixed.plans)
+    plans = 1 if job.space is None else _plans_to_build(job.recipe, job.gate)
+    return job.cost.artifact_bytes * plans
+
+
+def _plans_to_build(recipe: Recipe, gate: Gate | None) -> int:
+    return recipe.mixed.plans if gate is None else recipe.mixed.evaluations
 
 
 def load_recipe(recipe: PathLike, overrides: Mapping[str, Any]) -> Recipe:
@@ -362,13 +387,32 @@ def find_input(name: PathLike, kind: Kind, error: type[QuantError]) -> Path:
         raise error(str(missing)) from missing
 
 
-def _check_mixed_keys(recipe: Recipe) -> None:
-    """RecipeError for what to choose from, when nothing says how far to go."""
-    if recipe.candidates is not None and not recipe.is_mixed:
+def make_gate(gates: PathLike, command: str | None, device: str) -> Gate:
+    """The gate of a gates file; `command` (words as a shell splits them) instead of `evaluate`."""
+    file = find_input(gates, "recipes", RecipeError).absolute()
+    try:
+        words = tuple(shlex.split(command)) if command else default_command(device)
+    except ValueError as error:
+        raise RecipeError(f"--gate-command {command!r}: {error}") from error
+    return Gate(command=words, gates=file)
+
+
+def _check_mixed_keys(recipe: Recipe, gate: Gate | None) -> None:
+    """RecipeError for choices without a goal, and for two goals at once."""
+    if recipe.candidates is not None and not recipe.is_mixed and gate is None:
         raise RecipeError(
             f"{recipe.where('candidates')}: candidates: given without a goal; add `budget:` or "
-            "`max_kl:` (--budget, --max-kl), or take it out"
+            "`max_kl:` (--budget, --max-kl, --until-accepted), or take it out"
         )
+    if gate is None:
+        return
+    if recipe.max_kl is not None:
+        raise RecipeError(
+            f"{recipe.where('max_kl')}: max_kl: given with --until-accepted, which sets the loss "
+            "by the gate; take one of them out"
+        )
+    if recipe.scheme == "dense" or recipe.method == "none":
+        raise RecipeError("--until-accepted: the recipe quantizes nothing; name another --recipe")
 
 
 def _way_around(recipe: Recipe) -> str:
@@ -429,15 +473,16 @@ def _with_source_warning(plan: Plan, source: Source) -> Plan:
     return replace(plan, warnings=(*plan.warnings, warning)) if warning else plan
 
 
-def _mixed_notes(recipe: Recipe, space: Space | None) -> Iterator[str]:
+def _mixed_notes(recipe: Recipe, space: Space | None, gate: Gate | None) -> Iterator[str]:
     if space is None:
         return
+    plans = _plans_to_build(recipe, gate)
     least, most = space.bits(space.least_bytes), space.bits(space.most_bytes)
     yield (
         f"which scheme goes where is decided by sensitivity, measured when it is carried out; "
         f"shown is a guess from sizes alone. Plans can take {least:.2f} to {most:.2f} bits per "
-        f"weight; {recipe.mixed.plans} are built and judged, so expect about "
-        f"{recipe.mixed.plans + 1} times the time shown"
+        f"weight; {'up to ' if gate else ''}{plans} are built and judged, so expect about "
+        f"{plans + 1} times the time shown"
     )
 
 

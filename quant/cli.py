@@ -1,7 +1,8 @@
 """The `quantize` command. Parses, calls `quant.api`, prints; decides nothing.
 
 Heavy libraries are imported inside the commands, so that `--help` answers at once. Exit codes:
-0 done, 1 `verify` found problems, 2 bad input or usage, 130 interrupted, 143 terminated.
+0 done, 1 `verify` found problems or the gate accepted no plan, 2 bad input or usage, 130
+interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from quant.cli_report import report_command
 from quant.cli_sample import HELP as SAMPLE_HELP
 from quant.cli_sample import sample_command
 from quant.cli_signals import EXIT_TERMINATED, Terminated, raised_sigterm
-from quant.errors import QuantError
+from quant.errors import NotAcceptedError, QuantError
 
 if TYPE_CHECKING:
     from quant.api import Job
@@ -51,6 +52,9 @@ One layer is in memory at a time. After an interruption the same command goes on
   [cyan]quantize --recipe mixed-auto.yaml --calib contracts.jsonl --model M --budget 4.5bpw[/cyan]
     4 or 8 bits for each layer, by measured sensitivity, in 4.5 bits per weight
 
+  [cyan]quantize --recipe w4a16.yaml --calib my.jsonl --until-accepted gates.yaml --model M[/cyan]
+    the smallest artifact that `evaluate` accepts by gates.yaml
+
   [cyan]quantize --recipe w4a16.yaml --calib a.jsonl --calib b.jsonl --samples 512 --out art[/cyan]
     two calibration files, 512 windows
 
@@ -62,8 +66,8 @@ RECIPE and CALIB are looked up where given, then among the shipped ones:
 w4a16.yaml w8a16.yaml w8a8.yaml fp8.yaml mixed.yaml mixed-auto.yaml none.yaml;
 contracts.jsonl service.jsonl code.jsonl.
 MODEL is a Hugging Face directory, a hub id, or a GGUF file.
-Exit codes: 0 done, 1 verify found problems, 2 bad input or usage, 130 interrupted,
-143 terminated.
+Exit codes: 0 done, 1 verify found problems or the gate accepted no plan, 2 bad input or usage,
+130 interrupted, 143 terminated.
 """
 
 Model = Annotated[
@@ -123,6 +127,20 @@ MaxKL = Annotated[
     typer.Option("--max-kl", metavar="NATS",
                  help="Choose the smallest plan whose mean KL, measured on held-out calibration "
                  "windows, is at most this.", rich_help_panel="Mixed precision"),
+]  # fmt: skip
+UntilAccepted = Annotated[
+    str | None,
+    typer.Option("--until-accepted", metavar="GATES",
+                 help="Find the smallest plan (within --budget, if given) that `evaluate` accepts "
+                 "by this gates file; ends with the table of what was tried, and exit code 1, when "
+                 "it accepts none.", rich_help_panel="Mixed precision"),
+]  # fmt: skip
+GateCommand = Annotated[
+    str | None,
+    typer.Option("--gate-command", metavar="COMMAND",
+                 help="What judges instead of `evaluate`, or evaluate with options: it is given "
+                 "ART --gates FILE --out DIR; exits with 0 accepted, 1 rejected, 3 inconclusive.",
+                 show_default="evaluate", rich_help_panel="Mixed precision"),
 ]  # fmt: skip
 DType = Annotated[
     str | None,
@@ -198,6 +216,8 @@ def quantize_command(
     adapter: AdapterDir = None,
     budget: BudgetOption = None,
     max_kl: MaxKL = None,
+    until_accepted: UntilAccepted = None,
+    gate_command: GateCommand = None,
     show_version: Annotated[
         bool,
         typer.Option(
@@ -215,7 +235,10 @@ def quantize_command(
         raise USAGE_ERROR("give --recipe FILE (shipped: w4a16.yaml, w8a8.yaml, fp8.yaml, ...)")
     changes = _changes(samples, max_tokens, seed, group_size, method, smoothing, dtype, adapter)
     changes |= {"budget": budget, "max_kl": max_kl}
-    job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
+    if gate_command is not None and until_accepted is None:
+        raise USAGE_ERROR("--gate-command goes with --until-accepted GATES")
+    gate = (until_accepted, gate_command) if until_accepted is not None else None
+    job = _prepare(model, recipe, calib, out, strict, device, threads, changes, gate=gate)
     if not dry_run:
         _check_ready(job, overwrite=overwrite, is_fresh=no_resume)
     _show_plan(job, every_module=False)
@@ -362,10 +385,11 @@ def _prepare(
     changes: dict[str, Any],
     *,
     keep_codes: bool = False,
+    gate: tuple[str, str | None] | None = None,
 ) -> Job:
     with err_console.status("reading the model"):
         _quiet_libraries()
-        from quant.api import prepare
+        from quant.api import make_gate, prepare
 
         if threads is not None:
             import torch
@@ -380,6 +404,7 @@ def _prepare(
             device=device,
             overrides=changes,
             keep_codes=keep_codes,
+            gate=None if gate is None else make_gate(*gate, device),
         )
 
 
@@ -484,6 +509,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = EXIT_TERMINATED if isinstance(end, Terminated) else EXIT_INTERRUPTED
     except USAGE_ERROR as error:
         sys.exit(_fail(f"{error.format_message()} (quantize --help shows every option)"))
+    except NotAcceptedError as error:
+        _fail(str(error))
+        sys.exit(EXIT_PROBLEMS)
     except (QuantError, ArtifactError) as error:
         sys.exit(_fail(str(error)))
     except OSError as error:  # the system refused: an unreadable file, a full disk behind stdout

@@ -9,6 +9,7 @@ QuantError                anything the user can mend before or during `quantize`
 |  |- AlreadyQuantizedError   a checkpoint that holds codes instead of weights
 |  `- NonFiniteError          NaN or Inf in weights or activations (tensor named)
 `- PipelineError          the run itself: not enough memory or disk, a job that cannot resume
+   `- NotAcceptedError       the gate accepted none of the plans (exit code 1)
 
 Each message says what was found, what was expected and what to do. The command line prints it as
 one line `error: ...` on stderr and exits with 2.
@@ -55,3 +56,7 @@ class NonFiniteError(SourceError):
 
 class PipelineError(QuantError):
     """The run could not go on; what was finished is kept."""
+
+
+class NotAcceptedError(PipelineError):
+    """The gate accepted none of the plans that were built."""

@@ -115,13 +115,15 @@ class SmoothSettings(_Section):
 
 class MixedSettings(_Section):
     """`mixed:`; windows that sensitivity is measured on, how many tokens of each, gradients drawn
-    for each, windows that built plans are judged on, plans that are built."""
+    for each, windows that built plans are judged on, plans that are built; how often the gate is
+    asked with --until-accepted."""
 
     windows: Annotated[StrictInt, Field(ge=1)] = 64
     tokens: Annotated[StrictInt, Field(ge=8)] = 256
     draws: Annotated[StrictInt, Field(ge=1, le=64)] = 4
     heldout: Annotated[StrictInt, Field(ge=1)] = 16
     plans: Annotated[StrictInt, Field(ge=1, le=16)] = 3
+    evaluations: Annotated[StrictInt, Field(ge=1, le=64)] = 6
 
 
 class CalibrationSettings(_Section):

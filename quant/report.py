@@ -111,6 +111,7 @@ class PlanTrial:
     bits_per_weight: of the quantized linears, as stored. predicted_kl: what sensitivities of plain
     rounding add up to. kl: measured mean KL in nats per token on windows held out of the
     calibration; kl_error: its standard error over windows, None of a single one.
+    verdict: the gate's (accepted, rejected, inconclusive), where it was asked.
     """
 
     bits_per_weight: float
@@ -119,6 +120,7 @@ class PlanTrial:
     kl: float
     kl_error: float | None
     chosen: bool = False
+    verdict: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

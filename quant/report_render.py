@@ -211,7 +211,7 @@ def plan_rows(report: RunReport) -> Rows:
     """One row per plan that was built: predicted and measured."""
     return [
         (
-            "chosen" if plan.chosen else "",
+            ", ".join(filter(None, (plan.verdict, "chosen" if plan.chosen else ""))),
             f"{plan.bits_per_weight:.3f} bits per weight",
             size(plan.artifact_bytes),
             f"{plan.predicted_kl:.4f}",

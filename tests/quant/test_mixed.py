@@ -21,7 +21,8 @@ from quant.budget import Budget, check_label, known_labels
 from quant.calibration import load_calibration
 from quant.divergence import Divergence, Judge
 from quant.errors import CalibrationError, PipelineError, PlanError, RecipeError
-from quant.mixed import Built, mixed_folder, recipe_path, search_kl
+from quant.mixed import search_kl
+from quant.mixed_build import Built, mixed_folder, recipe_path
 from quant.plan import fused_group
 from quant.recipe import CalibrationSettings
 from quant.report import RunReport
