@@ -25,14 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from quant.artifact.dialect import fused_group
-from quant.artifact.layout import dequantize, fake_quantize_activations
+from quant.artifact.layout import dequantize, fake_quantize_activations, quantize
 from quant.artifact.scheme import ActivationScheme, Scheme
-from quant.capture import Batch, make_batches
+from quant.capture import Batch, choose_home, make_batches
 from quant.checkpoint import Source
-from quant.methods.rtn import rtn
+from quant.methods.scales import search_scales
 from quant.modelling import Skeleton, linear_of
 
 Tell = Callable[[str], None]
+# Multiples of the min-max scale that are tried below 8 bits.
+SCALE_FACTORS = (1.06, 0.98, 0.9, 0.82)
+# Values of products g x^T that are in memory at once.
+_PRODUCTS = 1 << 27
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +53,12 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
-    """What a candidate does to a linear: error and rounded weight [O, I], how inputs are rounded.
+class _Changes:
+    """What C candidates do to a linear: the errors of its weight [C, O * I], and where inputs are
+    rounded, by how: which candidates, and their weights [c, O * I]."""
 
-    rounded: None where inputs stay as they are.
-    """
-
-    error: Tensor
-    rounded: Tensor | None = None
-    activations: ActivationScheme | None = None
+    errors: Tensor
+    by_rounding: tuple[tuple[ActivationScheme, list[int], Tensor], ...]
 
 
 def fisher_sensitivity(
@@ -82,7 +83,10 @@ def fisher_sensitivity(
     skeleton = source.skeleton if device == "cpu" else Skeleton(source.config, device)
     # Experts see the tokens of a batch in one list: only one window each keeps windows apart.
     batches = make_batches(windows, 1 if skeleton.mixture else batch_tokens)
-    doors = _forward(source, skeleton, batches, tell)
+    kept = source.num_layers + 1 + draws
+    width = kept * source.shape("model.embed_tokens.weight")[1]
+    home = torch.device(choose_home(batches, width, skeleton.compute_dtype, device))
+    doors = _forward(source, skeleton, batches, home, tell)
     gradients = _head_gradients(source, skeleton, batches, doors.pop(), draws, seed)
     found: list[Sensitivity] = []
     for index in reversed(range(source.num_layers)):
@@ -93,17 +97,17 @@ def fisher_sensitivity(
 
 
 def _forward(
-    source: Source, skeleton: Skeleton, batches: Sequence[Batch], tell: Tell
+    source: Source, skeleton: Skeleton, batches: Sequence[Batch], home: torch.device, tell: Tell
 ) -> list[list[Tensor]]:
-    """Hidden states [B, T, H] of every batch before layer 0, 1, ... and after the last."""
+    """Hidden states [B, T, H] of every batch before layer 0, 1, ... and after the last, at home."""
     name = "model.embed_tokens.weight"
     table = {name: source.tensor(name)}
-    doors = [skeleton.embed(table, [batch.token_ids for batch in batches])]
+    doors = [skeleton.embed(table, [batch.token_ids for batch in batches], home)]
     for index in range(source.num_layers):
         tell(f"forward through layer {index + 1} of {source.num_layers}")
         layer = _build(source, skeleton, index)
         states = zip(doors[-1], batches, strict=True)
-        doors.append([skeleton.run_layer(index, layer, h, b.mask).cpu() for h, b in states])
+        doors.append([skeleton.run_layer(index, layer, h, b.mask).to(home) for h, b in states])
     return doors
 
 
@@ -120,19 +124,22 @@ def _head_gradients(
     seed: int,
 ) -> list[list[Tensor]]:
     """Gradients [B, T, H] of the summed -log p(y) by the last layer's output, y ~ p per position;
-    a list of `draws` for each batch."""
+    a list of `draws` for each batch. Window by window: logits are the largest thing there is."""
     generator = torch.Generator(skeleton.device).manual_seed(seed)
     found = []
     with skeleton.head(source.tensors(skeleton.outer_names())) as head:
         for batch, states in zip(batches, hidden, strict=True):
-            entry = states.to(skeleton.device).requires_grad_()
-            mask = batch.mask.to(skeleton.device)
-            logs = head(inputs_embeds=entry).logits[mask].float().log_softmax(-1)
-            drawn = torch.multinomial(
-                logs.detach().exp(), draws, replacement=True, generator=generator
-            )
-            losses = -logs.gather(1, drawn).sum(0)
-            found.append([_gradients(loss, [entry])[0].cpu() for loss in losses])
+            gradients = [torch.zeros_like(states) for _ in range(draws)]
+            for row, mask in enumerate(batch.mask):
+                tokens = int(mask.sum())
+                entry = states[row : row + 1, :tokens].to(skeleton.device).requires_grad_()
+                logs = head(inputs_embeds=entry).logits[0].float().log_softmax(-1)
+                drawn = torch.multinomial(
+                    logs.detach().exp(), draws, replacement=True, generator=generator
+                )
+                for draw, loss in enumerate(-logs.gather(1, drawn).sum(0)):
+                    gradients[draw][row, :tokens] = _gradients(loss, [entry])[0][0]
+            found.append(gradients)
     return found
 
 
@@ -160,7 +167,7 @@ def _layer(
         outputs = [entry, *(moved for _, moved in seen.values())]
         for draw, upstream in enumerate(gradients[i]):
             below, *by_output = _gradients(output, outputs, upstream.to(output.device))
-            gradients[i][draw] = below.cpu()
+            gradients[i][draw] = below.to(gradients[i][draw].device)
             slopes = dict(zip(seen, by_output, strict=True))
             for total, group in zip(sums, groups, strict=True):
                 total += _squares([name for name in group if name in seen], seen, slopes, changes)
@@ -195,18 +202,30 @@ def _group_name(modules: Sequence[str]) -> str:
     return "|".join(name.rpartition(".")[2] for name in modules)
 
 
-def _changes(linear: nn.Linear, schemes: Sequence[Scheme], dtype: torch.dtype) -> list[_Change]:
+def _changes(linear: nn.Linear, schemes: Sequence[Scheme], dtype: torch.dtype) -> _Changes:
     """What each scheme does to a linear."""
-    return [_change(linear.weight.detach().float(), scheme, dtype) for scheme in schemes]
+    weight = linear.weight.detach().float()
+    rounded = [_rounded(weight, scheme, dtype) for scheme in schemes]
+    found: dict[ActivationScheme, list[int]] = {}
+    for i, scheme in enumerate(schemes):
+        if scheme.activations is not None:
+            found.setdefault(scheme.activations, []).append(i)
+    return _Changes(
+        errors=torch.stack([part - weight for part in rounded]).flatten(1),
+        by_rounding=tuple(
+            (act, which, torch.stack([rounded[i] for i in which]).flatten(1))
+            for act, which in found.items()
+        ),
+    )
 
 
-def _change(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> _Change:
-    if scheme.is_dense:
-        return _Change(error=torch.zeros_like(weight))
-    rounded = dequantize(rtn(weight, scheme, dtype, scale_search=True)).float()
-    if scheme.activations is None:
-        return _Change(error=rounded - weight)
-    return _Change(error=rounded - weight, rounded=rounded, activations=scheme.activations)
+def _rounded(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
+    """The weight in a scheme, to nearest. Few scales are tried: scores are for comparing."""
+    if scheme.weights is None:
+        return weight
+    few = SCALE_FACTORS if scheme.weights.num_bits < 8 else ()
+    scale, zero = search_scales(weight, scheme.weights, dtype, factors=few)
+    return dequantize(quantize(weight, scale, zero, scheme)).float()
 
 
 @contextmanager
@@ -238,7 +257,7 @@ def _squares(
     group: Sequence[str],
     seen: Mapping[str, tuple[Tensor, Tensor]],
     slopes: Mapping[str, Tensor],
-    changes: Mapping[str, Sequence[_Change]],
+    changes: Mapping[str, _Changes],
 ) -> Tensor:
     """Sum over windows of (sum over tokens of g . d)^2 for each candidate, float64 [candidates].
 
@@ -250,24 +269,26 @@ def _squares(
     return moved.double().square().sum(1).cpu()
 
 
-def _moved(slope: Tensor, inputs: Tensor, changes: Sequence[_Change]) -> Tensor:
-    """Sum over tokens of g . d for each candidate and window, [candidates, B].
+def _moved(slope: Tensor, inputs: Tensor, changes: _Changes) -> Tensor:
+    """Sum over tokens of g . d for each candidate and window, [C, B].
 
-    slope [B, T, O], inputs [B, T, I] (of an expert, without B): one product serves all candidates
-    that leave inputs alone. d = (What - W) x + What (Q(x) - x), Q the rounding of inputs.
+    slope [B, T, O], inputs [B, T, I] (of an expert, without B). A few windows at a time: each has a
+    product as large as the weight.
     """
     slope, inputs = (part if part.dim() == 3 else part[None] for part in (slope, inputs))
-    slope, inputs = slope.float(), inputs.float()
-    products = slope.transpose(1, 2) @ inputs
-    by_rounding: dict[ActivationScheme, Tensor] = {}
-    found = []
-    for change in changes:
-        moved = (products * change.error).sum((1, 2))
-        if change.activations is not None and change.rounded is not None:
-            act = change.activations
-            if act not in by_rounding:
-                gap = fake_quantize_activations(inputs, act) - inputs
-                by_rounding[act] = slope.transpose(1, 2) @ gap
-            moved = moved + (by_rounding[act] * change.rounded).sum((1, 2))
-        found.append(moved)
-    return torch.stack(found)
+    at_once = max(1, _PRODUCTS // (slope.shape[2] * inputs.shape[2]))
+    parts = zip(
+        torch.split(slope.float(), at_once), torch.split(inputs.float(), at_once), strict=True
+    )
+    return torch.cat([_moved_at_once(g, x, changes) for g, x in parts], 1)
+
+
+def _moved_at_once(slope: Tensor, inputs: Tensor, changes: _Changes) -> Tensor:
+    """d = (What - W) x + What (Q(x) - x), Q the rounding of inputs: the sum over tokens of g . d is
+    <What - W, g x^T> and so on, so that one product g x^T serves all candidates."""
+    transposed = slope.transpose(1, 2)
+    found = changes.errors @ (transposed @ inputs).flatten(1).T
+    for act, which, rounded in changes.by_rounding:
+        gap = fake_quantize_activations(inputs, act) - inputs
+        found[which] += rounded @ (transposed @ gap).flatten(1).T
+    return found

@@ -9,6 +9,8 @@ Shape legend: O output rows, I input columns, G groups per row (1 for per-channe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -61,8 +63,10 @@ def search_scales(
     scheme: WeightScheme,
     scale_dtype: torch.dtype,
     importance: Tensor | None = None,
+    *,
+    factors: Sequence[float] = SHRINK_FACTORS,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale [O, G] (and zero point) of least weighted squared error over `SHRINK_FACTORS`.
+    """Scale [O, G] (and zero point) of least weighted squared error over `factors`.
 
     weight [O, I] float32; importance [I], e.g. E[x^2] or diag(H) of the inputs (None: all equal),
     or [G, S, S], the blocks of H = X^T X on its diagonal: a group's error is then that of the
@@ -76,7 +80,7 @@ def search_scales(
     at_once = max(1, _SEARCHED_AT_ONCE // weight.shape[1])
     if not weight.is_cuda and len(weight) > at_once:
         parts = [
-            search_scales(rows, scheme, scale_dtype, importance)
+            search_scales(rows, scheme, scale_dtype, importance, factors=factors)
             for rows in torch.split(weight, at_once)
         ]
         zeros = [zero for _, zero in parts if zero is not None]
@@ -84,7 +88,7 @@ def search_scales(
     scale, zero_point = min_max_qparams(weight, scheme, scale_dtype)
     best = _group_error(weight, scale, zero_point, scheme, importance)
     low, high = _extremes(weight, scheme)
-    for factor in SHRINK_FACTORS:
+    for factor in factors:
         trial, trial_zero = _qparams(low * factor, high * factor, scheme, scale_dtype)
         error = _group_error(weight, trial, trial_zero, scheme, importance)
         better = error < best
