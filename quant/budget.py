@@ -23,6 +23,7 @@ _BY_BASE = {
     "w4a8-fp8": ("w4a8-fp8-g128", "w4a8-fp8-g64", "w4a8-fp8-g32", "fp8"),
     "w8a8": ("w8a8", "dense"),
     "fp8": ("fp8", "dense"),
+    "fp8-block": ("fp8-block", "dense"),
 }
 _WEIGHTS_ONLY = (
     "w4a16-g128", "w4a16-g64", "w4a16-g64-asym", "w4a16-g32", "w4a16-g32-asym", "w8a16-g128",
