@@ -56,7 +56,7 @@ BASES = {
     "dense": "scheme: dense\nmethod: none",
     "w4-sym-g64": "scheme: w4a16\ngroup_size: 64\nmethod: gptq",
 }
-KV_KINDS = ("fp8", "fp8-head")
+KV_KINDS = ("fp8", "fp8-head", "int8")
 UNIT_SCALES = "1.0"
 
 
@@ -89,7 +89,7 @@ def write_outlier_model(source: Source, kind: str, keys: Sequence[Tensor], out: 
     and norm neither queries nor keys. `keys` are `largest_keys` of the model.
     """
     assert source.config["model_type"] == "llama", "outliers are planted in Llama's attention"
-    tensors = {name: source.tensor(name) for name in source.names}
+    tensors = {name: source.tensor(name).clone() for name in source.names}  # they may be mapped
     for layer, absmax in enumerate(keys):
         prefix = f"{source.layer_prefix(layer)}self_attn."
         first_head = absmax[: source.skeleton.head_dim]
@@ -269,10 +269,16 @@ def measure(
                 extra |= _summary("kl_added_over_one", found.total - one.total)
                 extra |= _summary("kl_alone_over_one", found.alone - one.alone)
             yield {
-                **made.common, "kv_dtype": "float32" if scales == "none" else "fp8",
+                **made.common, "kv_dtype": _dtype(case, scales),
                 "metric": "kl_mean", "value": float(found.total.mean()), "unit": "nats",
                 "extra": {**made.common["extra"], **extra},
             }  # fmt: skip
+
+
+def _dtype(case: Case, scales: str) -> str:
+    if scales == "none":
+        return "float32"
+    return "int8" if scales == "own" and case.kv == "int8" else "fp8"
 
 
 def _summary(name: str, values: Tensor) -> dict[str, float | None]:
@@ -302,7 +308,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit-windows", type=int, help="use only the first N windows of each")
     for name, known in (("models", MODELS), ("bases", tuple(BASES)), ("kv", KV_KINDS),
                         ("datasets", ("wikitext", "contracts"))):  # fmt: skip
-        default = "wikitext" if name == "datasets" else ",".join(known)
+        default = {"datasets": "wikitext", "kv": "fp8,fp8-head"}.get(name, ",".join(known))
         parser.add_argument(
             f"--{name}", type=_list_of(known), default=default,
             help=f"of {','.join(known)} (default: {default})",
