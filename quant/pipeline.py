@@ -16,6 +16,7 @@ It does not know how a layer computes (`quant.modelling`), how codes are chosen 
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -48,6 +49,7 @@ from quant.layer_job import (
 from quant.layer_store import LayerStore
 from quant.methods.gptq import GPTQSettings
 from quant.modelling import HEAD, Skeleton, linear_of
+from quant.original import Beside, can_aim, quantize_towards
 from quant.parallel import Ranks, Single, share_of
 from quant.plan import Plan
 from quant.provenance import Describe, finish, job_identity, no_texts, stage_files
@@ -92,8 +94,9 @@ class Silent:
 @dataclass(slots=True, kw_only=True)
 class Job:
     """What one run works with. `calibration` is None when no method needs statistics; `long_texts`
-    are for KV scales alone. Of all streams each rank has its share (of the probe, rank 0 has
-    all)."""
+    are for KV scales alone; `original` is the calibration windows as the original model sees them,
+    where a method aims at its outputs. Of all streams each rank has its share (of the probe, rank 0
+    has all)."""
 
     source: Source
     plan: Plan
@@ -104,6 +107,7 @@ class Job:
     calibration: Stream | None
     probe: Stream
     long_texts: Stream | None = None
+    original: Stream | None = None
     results: dict[str, ModuleResult] = field(default_factory=dict)
 
     @property
@@ -190,6 +194,7 @@ def quantize_layers(job: Job, progress: Progress) -> None:
         progress.layer(index, f"layer {index + 1} of {job.plan.num_layers}")
         tensors = stored_layer(job, index)
         advance(job, index, tensors)
+        advance_original(job, index)
     progress.done()
 
 
@@ -288,7 +293,7 @@ def start_job(
     """Embed the windows and the probe prompts; everything is then at the door of layer 0."""
     skeleton = source.skeleton if device == "cpu" else Skeleton(source.config, device)
     settings = MethodSettings(
-        dtype=DTYPES[plan.dtype], gptq=GPTQSettings(**recipe.gptq.model_dump())
+        dtype=DTYPES[plan.dtype], gptq=GPTQSettings(**recipe.gptq.model_dump(exclude={"target"}))
     )
     prompts = probe_ids(source) if ranks.rank == 0 else []
     probe = [Batch.single(i, ids) for i, ids in enumerate(prompts)]
@@ -312,11 +317,14 @@ def start_job(
         stream.home = torch.device(choose_home(stream.batches, width, dtype, device))
         ids = [batch.token_ids for batch in stream.batches]
         stream.hidden = skeleton.embed(embedding, ids, stream.home)
+    original = None
+    if plan.gptq_target == "original" and len(streams) > 1:
+        original = replace(streams[1], hidden=list(streams[1].hidden))
     return Job(
         source=source, plan=plan, skeleton=skeleton, store=store, settings=settings,
         smooth=SmoothSettings(**recipe.smooth.model_dump()) if plan.is_smoothed else None,
         calibration=streams[1] if len(streams) > 1 else None, probe=streams[0],
-        long_texts=long_texts,
+        long_texts=long_texts, original=original,
     )  # fmt: skip
 
 
@@ -387,6 +395,7 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
     by_module = {name.removesuffix(".weight"): tensor for name, tensor in weights.items()}
     stored, results = dict(dense), dense_results(job, index, dense)
     stages = job.skeleton.stages(index)
+    beside = None if job.original is None else beside_original(job, index, layer)
     for stage in stages:
         work = (
             [rows[prefix + leaf] for leaf in stage], linears, by_module, windows, run_layer,
@@ -394,6 +403,8 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
         )  # fmt: skip
         if experts is not None and ".experts." in stage[0]:
             outcomes = quantize_experts(experts, *work)
+        elif beside is not None and can_aim(work[0]):
+            outcomes = quantize_towards(beside, work[0], linears, by_module, job.settings)
         else:
             outcomes = quantize_stage(*work)
         for name, outcome in outcomes.items():
@@ -403,6 +414,21 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
         if stage is stages[0]:
             stored.update(kv_scales(job, index, layer, run_layer))
     return stored, results
+
+
+def beside_original(job: Job, index: int, layer: nn.Module) -> Beside:
+    """`layer`, about to be quantized, and a copy that stays as it is (smoothed, it computes the
+    same), on the streams of both models."""
+    assert job.original is not None
+    assert job.calibration is not None
+
+    def run(layer: nn.Module, hidden: Tensor, mask: Tensor) -> Tensor:
+        return job.skeleton.run_layer(index, layer, hidden, mask)
+
+    return Beside(
+        layer=layer, original=copy.deepcopy(layer), stream=job.calibration,
+        reference=job.original, run=run, prefix=job.skeleton.layer_prefix(index),
+    )  # fmt: skip
 
 
 def kv_scales(
@@ -498,6 +524,18 @@ def advance(job: Job, index: int, tensors: Mapping[str, Tensor]) -> None:
                 lambda hidden, mask: job.skeleton.run_layer(index, layer, hidden, mask),
                 f"layer {index}",
             )
+
+
+def advance_original(job: Job, index: int) -> None:
+    """Pass the original model's stream through layer `index` as the source has it."""
+    if job.original is None or index + 1 == job.plan.num_layers:
+        return
+    tensors = job.source.tensors(list(job.skeleton.layer_names(index)))
+    layer = job.skeleton.build_layer(index, on_device(tensors, job.skeleton.device))
+    job.original.advance(
+        lambda hidden, mask: job.skeleton.run_layer(index, layer, hidden, mask),
+        f"the original layer {index}",
+    )
 
 
 def store_outer(job: Job) -> None:

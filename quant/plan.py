@@ -41,6 +41,8 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 # sends tokens elsewhere.
 ROUTERS = ("gate", "router", "shared_expert_gate")
 _SHOWN = 8
+# Architectures whose layers do not add the outputs of o_proj and down_proj as they are.
+NORMED_SUMS = frozenset({"Gemma3ForCausalLM"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,7 @@ class Plan:
     kv_cache: str
     kv_layers: tuple[int, ...] = ()
     smoothing: str = "none"
+    gptq_target: str = "layer"
     overrides: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -156,9 +159,23 @@ def make_plan(
         kv_cache=recipe.kv_cache,
         kv_layers=_kv_layers(recipe, num_layers),
         smoothing=recipe.smoothing,
+        gptq_target=_gptq_target(recipe, rows, _architecture(config)),
         overrides=tuple(rule.match for rule in recipe.overrides),
         warnings=tuple(_warnings(rows, recipe)),
     )
+
+
+def _gptq_target(recipe: Recipe, rows: Sequence[PlanRow], architecture: str) -> str:
+    """What gptq aims at; PlanError where the original's outputs are out of its reach."""
+    if recipe.gptq.target == "layer" or not any(row.method == "gptq" for row in rows):
+        return "layer"
+    if architecture in NORMED_SUMS:
+        raise PlanError(
+            f"{recipe.where('gptq', 'target')}: gptq.target: original cannot be had for "
+            f"{architecture}, which norms what attention and MLP put out before it adds it; use "
+            "`target: layer`"
+        )
+    return recipe.gptq.target
 
 
 def _kv_layers(recipe: Recipe, num_layers: int) -> tuple[int, ...]:
