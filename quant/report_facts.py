@@ -71,7 +71,7 @@ def _bits(quantized: Sequence[Data]) -> float:
 def _cards(data: Data, quantized: Sequence[Data]) -> Iterator[tuple[str, str, str]]:
     """(name, figure, what it means) of the page's head."""
     before, after = data["unpacked_bytes"] or data["source_bytes"], data["artifact_bytes"]
-    times = f", {before / after:.2f}x smaller" if after < before else ""
+    times = f", {before / after:.2f}x smaller" if 0 < after < before else ""
     yield "Size", size(after), f"from {size(before)}{times}"
     if quantized:
         count = f"in {len(quantized):,} of {len(data['modules']):,} linear modules"

@@ -13,6 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from quant.artifact.jsonio import validation_message
 from quant.errors import PipelineError
 from quant.plan_table import duration, size
 from quant.report import REPORT_VERSION, RunReport, write_reports
@@ -21,15 +24,6 @@ from quant.report_plots import pictures, sqnr, unique_ids
 
 HTML_NAME, JSON_NAME = "report.html", "report.json"
 _NEEDED = ("jinja2", "matplotlib")
-# Keys that reports of version 1.0 lack.
-_SINCE_1_1: dict[str, Any] = {
-    "recipe_text": "", "overrides": {}, "source_digest": "", "calibration_digest": "",
-    "sensitivity": [], "plans": [], "runtime_serves": True, "kv_layers": [],
-}  # fmt: skip
-_MODULE_SINCE_1_1: dict[str, Any] = {
-    "weight_outliers": None, "input_outliers": [], "smoothing": "", "note": "",
-    "tokens_seen": None, "is_starved": False, "candidates": [],
-}  # fmt: skip
 
 
 def missing_libraries() -> tuple[str, ...]:
@@ -45,7 +39,7 @@ def html_files(report: RunReport) -> dict[str, str]:
     """The page under its name; nothing on an install that lacks what it is made with."""
     if missing_libraries():
         return {}
-    return {HTML_NAME: report_html(json.loads(json.dumps(report.to_json())))}
+    return {HTML_NAME: report_html(_plain(report))}
 
 
 def rerender(artifact: Path) -> Path:
@@ -57,29 +51,32 @@ def rerender(artifact: Path) -> Path:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """The data of a report.json of this major version, with defaults for what older ones lack."""
+    """The data of a report.json of this major version, with defaults for what older ones lack.
+
+    PipelineError names the file and what is wrong in it.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PipelineError(f"{path}: cannot read the report: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PipelineError(f"{path}: no JSON text ({error})") from error
     found = data.get("report_version") if isinstance(data, dict) else None
-    if (
-        not isinstance(data, dict)
-        or not isinstance(found, str)
-        or found.split(".")[0] != REPORT_VERSION.split(".")[0]
-    ):
+    if not isinstance(found, str) or found.split(".")[0] != REPORT_VERSION.split(".")[0]:
         raise PipelineError(
             f"{path}: report_version: found {found!r}, expected {REPORT_VERSION.split('.')[0]}.x "
             "as `quantize` writes it"
         )
-    return data
+    try:
+        report = TypeAdapter(RunReport).validate_python(data)
+    except ValidationError as error:
+        raise PipelineError(f"{path}: {validation_message(error)}") from None
+    return {**_plain(report), "warnings": list(report.warnings)}
 
 
 def report_html(data: Mapping[str, Any]) -> str:
-    """The page. data: what report.json holds; PipelineError names a key that is missing."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
+    """The page. data: what report.json holds, as `read_report` gives it."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
@@ -90,21 +87,20 @@ def report_html(data: Mapping[str, Any]) -> str:
         "number": partial(_format, "{:,}"), "one": partial(_format, "{:.1f}"), "db": _decibel,
         "significant": partial(_format, "{:.3g}"),
     }  # fmt: skip
-    full = _printable(_completed(data))
-    try:
-        drawn = unique_ids(pictures(full))
-        page = environment.get_template("report.html.j2")
-        return page.render(**full, pictures=drawn, **facts_of(full))
-    except (KeyError, TypeError, UndefinedError) as error:
-        raise PipelineError(f"report.json is not complete: {error}") from error
+    full = _printable(_without_paths(data))
+    page = environment.get_template("report.html.j2")
+    return page.render(**full, pictures=unique_ids(pictures(full)), **facts_of(full))
 
 
-def _completed(data: Mapping[str, Any]) -> dict[str, Any]:
-    modules = [{**_MODULE_SINCE_1_1, **module} for module in data.get("modules", [])]
-    full = {**_SINCE_1_1, **data, "modules": modules}
-    for key in ("model", "artifact"):
-        full[key] = Path(full[key]).name if Path(full[key]).is_absolute() else full[key]
-    return full
+def _plain(report: RunReport) -> dict[str, Any]:
+    """What report.json holds of it: every key, with tuples as lists."""
+    data: dict[str, Any] = json.loads(json.dumps(report.to_json()))
+    return data
+
+
+def _without_paths(data: Mapping[str, Any]) -> dict[str, Any]:
+    named = {key: Path(data[key]) for key in ("model", "artifact")}
+    return {**data, **{key: path.name for key, path in named.items() if path.is_absolute()}}
 
 
 def _printable(value: Any) -> Any:

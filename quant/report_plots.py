@@ -97,8 +97,10 @@ def split_name(module: str) -> tuple[int | None, str]:
 
 
 def sqnr(rel_error: float) -> float:
-    """Signal to error in dB of a relative (Frobenius) error; at most 120."""
-    return min(120.0, -20 * math.log10(max(rel_error, 1e-6)))
+    """Signal to error in dB of a relative (Frobenius) error, from -120 (no finite one) to 120."""
+    if not math.isfinite(rel_error):
+        return -120.0
+    return max(-120.0, min(120.0, -20 * math.log10(max(rel_error, 1e-6))))
 
 
 def smoothing_ratio(module: Data) -> float | None:
@@ -163,7 +165,7 @@ def _grid(
     for module in modules:
         layer, kind = split_name(module["module"])
         number = value(module)
-        if number is not None and layer is not None:
+        if number is not None and math.isfinite(number) and layer is not None:
             row = grid.setdefault(kind, {})
             row[layer] = worst(row.get(layer, number), number)
     return grid

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from quant.artifact.scheme import WeightScheme
 from quant.calibration import windows_from_token_lists
 from quant.errors import PipelineError
 from quant.outliers import input_outliers, weight_outliers
-from quant.report import KVLayerResult, ModuleResult, RunReport, SensitivityRow
+from quant.report import KVLayerResult, ModuleResult, RunReport, SensitivityRow, report_json
 
 EVIL = "<script>alert(1)</script>\"'&$x^2$\x1b"
 
@@ -212,16 +214,58 @@ def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
         page.read_report(tmp_path / "report.json")
 
 
-def test_a_report_of_the_older_version_is_shown() -> None:
+def test_a_report_of_the_older_version_is_shown(tmp_path: Path) -> None:
+    """Whatever has a default may be missing; warnings stand once."""
     pytest.importorskip("matplotlib")
-    data = json.loads(json.dumps(make_report().to_json()))
-    for key in page._SINCE_1_1:
-        del data[key]
+    data = json.loads(report_json(make_report()))
+    for key in [f.name for f in fields(RunReport) if f.name not in ("coverage", "warnings")]:
+        if is_optional(RunReport, key):
+            del data[key]
     for module in data["modules"]:
-        for key in page._MODULE_SINCE_1_1:
-            del module[key]
+        for key in [f.name for f in fields(ModuleResult) if is_optional(ModuleResult, f.name)]:
+            module.pop(key)
     data["report_version"] = "1.0"
-    assert "Activations were not looked at" in page.report_html(data)
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    page.rerender(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert "Activations were not looked at" in text
+    assert text.count("<li>tiny</li>") == 1
+
+
+def is_optional(kind: Any, name: str) -> bool:
+    found = next(f for f in fields(kind) if f.name == name)
+    return found.default is not MISSING or found.default_factory is not MISSING
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": None}, "model: Input should be a valid string"),
+        ({"modules": [{"module": 3}]}, r"modules.0.module: .*\(found 3\), and 4 more"),
+        ({"seconds": {"a": "b"}}, "seconds.a: Input should be a valid number"),
+        ({"coverage": []}, "coverage: "),
+        ({"sensitivity": [{}]}, "sensitivity.0.group: Field required"),
+    ],
+)
+def test_a_damaged_report_is_refused_with_the_path_to_the_fault(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    data = {**json.loads(report_json(make_report())), **change}
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    with pytest.raises(PipelineError, match=rf"report\.json: {message}"):
+        page.read_report(tmp_path / "report.json")
+
+
+def test_figures_that_are_no_numbers_are_shown_all_the_same() -> None:
+    """Nothing was measured, an error is infinite, a run took no time: a page, not a traceback."""
+    odd = replace(
+        make_report().modules[0], rel_error=math.nan, weight_outliers=(0.0, 0.0, 0.0),
+        input_outliers=(), bytes=0,
+    )  # fmt: skip
+    far = replace(odd, module="model.layers.1.mlp.up_proj", rel_error=math.inf)
+    report = replace(make_report(), modules=(odd, far), seconds={}, artifact_bytes=0)
+    assert "</html>" in html_of(report)
+    assert "</html>" in html_of(replace(report, modules=(), sensitivity=()))
 
 
 def test_results_survive_the_journal() -> None:
