@@ -1,5 +1,5 @@
-"""Checkpoints that other tools quantized, read without loss: GPTQ (v1 and v2), AWQ (GEMM) and
-compressed-tensors.
+"""Checkpoints that other tools quantized, read without loss: GPTQ (v1 and v2), AWQ (GEMM), fp8 in
+blocks (as DeepSeek and Qwen publish it) and compressed-tensors.
 
 `QuantizedSource` checks such a directory as `quant.source` checks a float one, and gives every
 quantized linear as the `QuantizedWeight` it stands for: the same codes, zero points and scales, in
@@ -19,14 +19,20 @@ from torch import Tensor
 
 from quant.artifact.dialect import parse_kv_scheme, parse_quantization_config
 from quant.artifact.errors import IntegrityError, SchemeError
-from quant.artifact.layout import QuantizedWeight, from_tensors, tensor_names
-from quant.artifact.scheme import DENSE, GROUP_SIZES, KVScheme, Scheme
+from quant.artifact.layout import FP8, QuantizedWeight, from_tensors, tensor_names
+from quant.artifact.scheme import DENSE, GROUP_SIZES, PRESETS, KVScheme, Scheme
 from quant.artifact.store import CheckpointReader
 from quant.checkpoint import read_object
 from quant.errors import SourceError
 from quant.foreign_keys import unknown_keys_note
 from quant.foreign_packed import PARTS, PackedReader, wider
-from quant.foreign_settings import SECTION_FILES, narrowed, packed_settings, read_section
+from quant.foreign_settings import (
+    SECTION_FILES,
+    check_blocks,
+    narrowed,
+    packed_settings,
+    read_section,
+)
 from quant.kv_scales import scale_names
 from quant.modelling import check_family, check_tensors
 from quant.source import (
@@ -49,6 +55,8 @@ _MARKS = (
     *QUANTIZED_MARKS, ".weight_g_idx", ".g_idx", ".q_scale", ".output_scale", ".input_zero_point",
     ".input_global_scale", ".weight_global_scale", ".weight_scale_2", ".pre_quant_scale",
 )  # fmt: skip
+# The scales beside fp8 blocks: what codes are multiplied with, whatever the name says.
+_SCALE_INV = "weight_scale_inv"
 # Why a tensor that belongs to codes has no place.
 _WHY = {
     ".weight_g_idx": "it puts columns into groups out of order (act-order), which no engine reads "
@@ -88,9 +96,12 @@ class QuantizedSource(HFSource):
         check_family(self.config, str(path))
         require_tokenizer(path)
         self._reader = CheckpointReader(path)
-        is_dialect = self.method == "compressed-tensors"
-        self._packed = None if is_dialect else self._settled()
-        self.schemes = self._of_dialect() if self._packed is None else self._of(self._packed)
+        self._times: set[int] = set()
+        self._packed = self._settled() if self.method in ("gptq", "awq") else None
+        if self._packed is not None:
+            self.schemes = self._of(self._packed)
+        else:
+            self.schemes = self._of_blocks() if self.method == "fp8" else self._of_dialect()
         self._check_names()
         self.dtype = self._float_dtype()
 
@@ -104,6 +115,20 @@ class QuantizedSource(HFSource):
         except SchemeError as error:
             raise SourceError(f"{self.path}: {error}") from None
         return {**dict.fromkeys(self.module_shapes, DENSE), **found}
+
+    def _of_blocks(self) -> dict[str, Scheme]:
+        """What has scales is in blocks; `modules_to_not_convert` says the same at more length."""
+        check_blocks(self.section, self.path)
+        found = {}
+        for module in self.module_shapes:
+            has_scales = f"{module}.{_SCALE_INV}" in self._reader
+            name = f"{module}.weight"
+            if not has_scales and name in self._reader and self._reader.dtype(name) == FP8:
+                raise IntegrityError(
+                    f"{self.path}: tensor {module}.{_SCALE_INV} is missing; fetch the model again"
+                )
+            found[module] = PRESETS["fp8-block"] if has_scales else DENSE
+        return found
 
     def _of(self, packed: PackedReader) -> dict[str, Scheme]:
         return {
@@ -174,7 +199,9 @@ class QuantizedSource(HFSource):
         return not is_known and not bool(self._reader.tensor(name).any())
 
     def _parts(self, scheme: Scheme) -> tuple[str, ...]:
-        return tensor_names(scheme) if self._packed is None else PARTS
+        if self._packed is not None:
+            return PARTS
+        return ("weight", _SCALE_INV) if self.method == "fp8" else tensor_names(scheme)
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._dense:
@@ -203,6 +230,10 @@ class QuantizedSource(HFSource):
 
     def _stored(self, module: str, scheme: Scheme) -> QuantizedWeight:
         stored = {n: self._reader.tensor(f"{module}.{n}") for n in self._parts(scheme)}
+        if self.method == "fp8":
+            return from_tensors(
+                {"weight": stored["weight"], "weight_scale": stored[_SCALE_INV]}, scheme
+            )
         if "weight_shape" in stored:
             stored["weight_shape"] = stored["weight_shape"].to(torch.int64)
         size = scheme.weights.group_size if scheme.weights else None

@@ -17,20 +17,18 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from quant.artifact.jsonio import validation_message
+from quant.artifact.scheme import BLOCK
 from quant.checkpoint import read_object
 from quant.errors import SourceError
 
 SECTION_FILES = ("quantize_config.json", "quant_config.json")
-METHODS = ("gptq", "awq", "compressed-tensors")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 _DUPLICATED = ("bits", "group_size", "sym", "desc_act", "checkpoint_format", "version")
 _START_OVER = "start from the float checkpoint it was made from"
 # Why codes of other kinds are not taken over.
 _REFUSED: dict[str, str] = {
     "bitsandbytes": "its codes (nf4, or int8 beside float columns) are no integer grid with one "
     f"scale for a group; {_START_OVER}",
-    "fp8": "a scale for each block of a weight is no scheme that `convert` takes over; "
-    f"{_START_OVER}, or let transformers dequantize it (FineGrainedFP8Config(dequantize=True)) "
-    "and save that",
     "mxfp4": f"its 4-bit floats are no integer grid; {_START_OVER}, or let transformers dequantize "
     "it (Mxfp4Config(dequantize=True)) and save that",
     "gguf": "give the .gguf file itself: it is read, dequantized, as a source of its own",
@@ -123,10 +121,36 @@ def read_section(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     if method not in METHODS:
         why = _REFUSED.get(str(method), f"its codes cannot be taken over; {_START_OVER}")
         raise SourceError(
-            f"{path}: quant_method is {method!r}: {why}. gptq, awq and compressed-tensors can be "
-            "converted"
+            f"{path}: quant_method is {method!r}: {why}. gptq, awq, fp8 in blocks and "
+            "compressed-tensors can be converted"
         )
     return _as_written_now(section) if method == "compressed-tensors" else section
+
+
+class _Blocks(_Border):
+    """fp8 checkpoints as DeepSeek began to publish them."""
+
+    weight_block_size: list[int] | None = None
+    activation_scheme: str
+    fmt: str = "e4m3"
+
+
+def check_blocks(section: Mapping[str, Any], path: Path) -> None:
+    """SourceError unless an `fp8` section describes the scheme `fp8-block`."""
+    try:
+        found = _Blocks.model_validate(dict(section))
+    except ValidationError as error:
+        raise SourceError(f"{path}: quantization_config.{validation_message(error)}") from None
+    for key, value, expected in (
+        ("weight_block_size", found.weight_block_size, [BLOCK, BLOCK]),
+        ("activation_scheme", found.activation_scheme, "dynamic"),
+        ("fmt", found.fmt, "e4m3"),
+    ):
+        if value != expected:
+            raise SourceError(
+                f"{path}: quantization_config.{key} is {value!r}; of fp8 checkpoints only those "
+                f"with {expected!r} can be converted: {_START_OVER}"
+            )
 
 
 def _merged(path: Path, section: dict[str, Any], beside: str) -> dict[str, Any]:
