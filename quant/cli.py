@@ -508,7 +508,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, Terminated) as end:
         code = EXIT_TERMINATED if isinstance(end, Terminated) else EXIT_INTERRUPTED
     except USAGE_ERROR as error:
-        sys.exit(_fail(f"{error.format_message()} (quantize --help shows every option)"))
+        command = error.ctx.command_path if error.ctx is not None else "quantize"
+        sys.exit(_fail(f"{error.format_message()} ({command} --help shows every option)"))
     except NotAcceptedError as error:
         _fail(str(error))
         sys.exit(EXIT_PROBLEMS)

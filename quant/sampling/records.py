@@ -95,6 +95,12 @@ def _content(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         return _pair(data, request)
     if isinstance(data.get("text"), str):
         return {"text": data["text"]}
+    for key in ("text", "messages", "conversations"):
+        if data.get(key) is not None:
+            kind = "a string" if key == "text" else "a list"
+            raise CalibrationError(
+                f"{where}: {key} is a {type(data[key]).__name__}, expected {kind}"
+            )
     raise CalibrationError(f"{where}: found the fields {_keys(data)}, {EXPECTED}")
 
 

@@ -115,6 +115,8 @@ def draw_sample(
     files = find_files(paths)
     if any(path.resolve() == out.resolve() for path in files):
         raise CalibrationError(f"{out}: is one of the inputs; name another --out")
+    if out.is_dir():
+        raise CalibrationError(f"{out}: is a folder; name a file for --out")
     gate = read_gate(against) if against else []
     scan = _scan(files, settings, length or estimated_tokens, progress)
     _check_faults(scan, files, settings)

@@ -99,6 +99,21 @@ def test_the_wrong_field_names_file_line_found_and_expected(tmp_path: Path) -> N
     assert draw(tmp_path / "out.jsonl", path, text_field="body_text").kept == 1
 
 
+def test_a_field_of_the_wrong_type_is_told_from_a_missing_one() -> None:
+    with pytest.raises(CalibrationError, match="f:1: text is a int, expected a string"):
+        calibration_row({"text": 5}, "f:1", "log")
+    with pytest.raises(CalibrationError, match="f:1: messages is a str, expected a list"):
+        calibration_row({"messages": "no"}, "f:1", "log")
+
+
+def test_a_folder_is_no_file_to_write(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.jsonl", [{"text": words(1, 20)}])
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CalibrationError, match="is a folder"):
+        draw(tmp_path / "out", log)
+    assert not (tmp_path / "out.report.json").exists()
+
+
 def test_text_files_have_no_fields_and_a_file_is_not_lost_silently(tmp_path: Path) -> None:
     """One field name for the tables of a mixed set must not cost its documents."""
     log = write(tmp_path / "log.jsonl", [{"body": words(i, 20)} for i in range(300)])
