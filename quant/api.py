@@ -9,7 +9,6 @@ Nothing is written before `carry_out`.
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,13 +25,14 @@ from quant.artifact.shipped import Kind, local_path, resolve_input
 from quant.artifact.writer import clear_leftovers
 from quant.calibration import Calibration, load_calibration
 from quant.checkpoint import Source
-from quant.closed_loop import Gate, default_command
+from quant.closed_loop import Gate
 from quant.errors import CalibrationError, PipelineError, QuantError, RecipeError
 from quant.estimate import Estimate, estimate
 from quant.foreign import QuantizedSource, is_quantized
 from quant.foreign_convert import convert, foreign_plan
 from quant.machine import check_device, free_disk_bytes, free_memory_bytes, measured_flops
 from quant.mixed import choose_plan
+from quant.mixed_ask import check_keys, draw_windows, make_gate, notes_of, plans_to_build
 from quant.mixed_build import MixedJob, check_recipe_path, mixed_folder, survey_source
 from quant.mixed_plan import Planner, Space, guess_plan
 from quant.pipeline import Progress, check_smoothing, run
@@ -126,7 +126,7 @@ def prepare(
     """
     check_device(device)
     loaded = load_recipe(recipe, overrides)
-    _check_mixed_keys(loaded, gate)
+    check_keys(loaded, gate)
     files = _calibration_files(calib)
     name = str(model) if model is not None else _recipe_model(loaded)
     began = time.perf_counter()
@@ -164,7 +164,7 @@ def prepare(
         notes=(
             *_notes(plan, files, cost),
             *_source_notes(source),
-            *_mixed_notes(loaded, space, gate),
+            *notes_of(loaded, space, gate),
         ),
         planner=planner,
         space=space,
@@ -197,29 +197,12 @@ def calibrate(job: Job) -> Calibration | None:
         return load_calibration(
             job.calib, job.source.tokenizer(), job.recipe.calibration, longest=_longest_text(job)
         )
-    return _fit_and_heldout(job)[0]
+    return _draw_windows(job)[0]
 
 
-def _fit_and_heldout(job: Job) -> tuple[Calibration, list[list[int]]]:
-    """Windows to calibrate on, and the windows after them in the order of the draw, which judge.
-
-    Where there are not enough for both, a quarter of all judges. What is drawn for fewer windows is
-    the beginning of what is drawn for more, so that a recipe can ask for the first part alone.
-    """
-    asked, wanted = job.recipe.calibration, job.recipe.mixed.heldout
+def _draw_windows(job: Job) -> tuple[Calibration, list[list[int]]]:
     tokenizer = job.source.tokenizer()
-    more = asked.model_copy(update={"samples": asked.samples + wanted})
-    drawn = load_calibration(job.calib, tokenizer, more).samples
-    if len(drawn) < 2:
-        raise CalibrationError(
-            "a budget needs two calibration windows at least, one to judge plans on; found "
-            f"{len(drawn)}: give more --calib rows, or shorter --max-tokens"
-        )
-    heldout = min(wanted, max(1, len(drawn) // 4))
-    first = asked.model_copy(update={"samples": min(asked.samples, len(drawn) - heldout)})
-    fit = load_calibration(job.calib, tokenizer, first, longest=_longest_text(job))
-    assert fit.samples == drawn[: first.samples]
-    return fit, drawn[first.samples :][:wanted]
+    return draw_windows(job.calib, tokenizer, job.recipe, longest=_longest_text(job))
 
 
 def _longest_text(job: Job) -> int:
@@ -309,7 +292,7 @@ def _with_unpacked_bytes(report: RunReport, job: Job) -> RunReport:
 
 
 def _mixed_job(job: Job, space: Space) -> MixedJob:
-    fit, heldout = _fit_and_heldout(job)
+    fit, heldout = _draw_windows(job)
     return MixedJob(
         source=job.source, recipe=job.recipe, space=space, planner=job.planner, fit=fit,
         heldout=heldout, out=job.out.absolute(), device=job.device, gate=job.gate,
@@ -363,12 +346,8 @@ def check_out(job: Job, *, overwrite: bool) -> None:
 
 def _bytes_to_write(job: Job) -> int:
     """Of the artifact; under a budget, of every plan that is built."""
-    plans = 1 if job.space is None else _plans_to_build(job.recipe, job.gate)
+    plans = 1 if job.space is None else plans_to_build(job.recipe, job.gate)
     return job.cost.artifact_bytes * plans
-
-
-def _plans_to_build(recipe: Recipe, gate: Gate | None) -> int:
-    return recipe.mixed.plans if gate is None else recipe.mixed.evaluations
 
 
 def load_recipe(recipe: PathLike, overrides: Mapping[str, Any]) -> Recipe:
@@ -385,34 +364,6 @@ def find_input(name: PathLike, kind: Kind, error: type[QuantError]) -> Path:
         return resolve_input(str(name), kind)
     except FileNotFoundError as missing:
         raise error(str(missing)) from missing
-
-
-def make_gate(gates: PathLike, command: str | None, device: str) -> Gate:
-    """The gate of a gates file; `command` (words as a shell splits them) instead of `evaluate`."""
-    file = find_input(gates, "recipes", RecipeError).absolute()
-    try:
-        words = tuple(shlex.split(command)) if command else default_command(device)
-    except ValueError as error:
-        raise RecipeError(f"--gate-command {command!r}: {error}") from error
-    return Gate(command=words, gates=file)
-
-
-def _check_mixed_keys(recipe: Recipe, gate: Gate | None) -> None:
-    """RecipeError for choices without a goal, and for two goals at once."""
-    if recipe.candidates is not None and not recipe.is_mixed and gate is None:
-        raise RecipeError(
-            f"{recipe.where('candidates')}: candidates: given without a goal; add `budget:` or "
-            "`max_kl:` (--budget, --max-kl, --until-accepted), or take it out"
-        )
-    if gate is None:
-        return
-    if recipe.max_kl is not None:
-        raise RecipeError(
-            f"{recipe.where('max_kl')}: max_kl: given with --until-accepted, which sets the loss "
-            "by the gate; take one of them out"
-        )
-    if recipe.scheme == "dense" or recipe.method == "none":
-        raise RecipeError("--until-accepted: the recipe quantizes nothing; name another --recipe")
 
 
 def _way_around(recipe: Recipe) -> str:
@@ -471,19 +422,6 @@ def _with_source_warning(plan: Plan, source: Source) -> Plan:
         return plan
     warning = rounded_weights_warning(source)
     return replace(plan, warnings=(*plan.warnings, warning)) if warning else plan
-
-
-def _mixed_notes(recipe: Recipe, space: Space | None, gate: Gate | None) -> Iterator[str]:
-    if space is None:
-        return
-    plans = _plans_to_build(recipe, gate)
-    least, most = space.bits(space.least_bytes), space.bits(space.most_bytes)
-    yield (
-        f"which scheme goes where is decided by sensitivity, measured when it is carried out; "
-        f"shown is a guess from sizes alone. Plans can take {least:.2f} to {most:.2f} bits per "
-        f"weight; {'up to ' if gate else ''}{plans} are built and judged, so expect about "
-        f"{plans + 1} times the time shown"
-    )
 
 
 def _source_notes(source: Source) -> Iterator[str]:

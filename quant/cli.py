@@ -389,7 +389,8 @@ def _prepare(
 ) -> Job:
     with err_console.status("reading the model"):
         _quiet_libraries()
-        from quant.api import make_gate, prepare
+        from quant.api import prepare
+        from quant.mixed_ask import make_gate
 
         if threads is not None:
             import torch

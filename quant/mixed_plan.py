@@ -158,7 +158,7 @@ def other_bytes(
     kept = (shape for name, shape in parameters.items() if name not in quantized | tied)
     values = sum(math.prod(shape) for shape in kept)
     if plan.kv_cache.startswith("fp8"):
-        values += 2 * plan.num_layers * (kv_heads if plan.kv_cache == "fp8-head" else 1)
+        values += 2 * len(plan.kv_layers) * (kv_heads if plan.kv_cache == "fp8-head" else 1)
     return values * DTYPE_BYTES[plan.dtype] + extra_bytes
 
 
