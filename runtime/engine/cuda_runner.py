@@ -175,7 +175,7 @@ class CudaRunner:
         if not self.has_kernels:
             return
         if self._dry is None:
-            self._dry = CudaRunner(thin(self.decoder), self._kv, self._limits, use_graphs=False)
+            self._dry = CudaRunner(*thin(self.decoder, self._kv), self._limits, use_graphs=False)
         with compiling_ahead(os.cpu_count() or 1):
             for num_tokens in prompts:
                 num_rows = min(num_tokens, self._limits.max_num_seqs)

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -150,18 +150,21 @@ class Readiness:
         return perf_counter() - began
 
 
-def thin(decoder: DecoderLike) -> DecoderLike:
-    """The same decoder with every kind of layer once, and the first one again behind them.
+def thin(decoder: DecoderLike, kv: Any) -> tuple[DecoderLike, Any]:
+    """The same decoder with every kind of layer once, and the first one again behind them, and the
+    cache of those layers.
 
     Going through it launches all the kernels of the whole. Its results mean nothing.
     """
     layers = getattr(decoder, "layers", ())
     if not layers:
-        return decoder
-    kinds: dict[object, object] = {}
-    for layer in layers:
+        return decoder, kv
+    kinds: dict[object, int] = {}
+    for i, layer in enumerate(layers):
         parts = (layer.qkv, layer.o, layer.gate_up, layer.down)
-        kinds.setdefault((layer.spec, *(part.label for part in parts)), layer)
+        labels = (part.label for part in parts)
+        kinds.setdefault((layer.spec, kv.pools[i].dtype, *labels), i)
+    chosen = (*kinds.values(), 0)
     thinned = copy.copy(decoder)
-    thinned.layers = (*kinds.values(), layers[0])  # type: ignore[attr-defined]
-    return thinned
+    thinned.layers = tuple(layers[i] for i in chosen)  # type: ignore[attr-defined]
+    return thinned, kv.of_layers(chosen)

@@ -8,6 +8,7 @@ end pads short sequences in a batch; its id is never handed out.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -95,6 +96,15 @@ class KVCache:
         for tensor in self._tensors():
             data = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
             data[targets] = data[sources]
+
+    def of_layers(self, layers: Sequence[int]) -> KVCache:
+        """The same memory, seen as the cache of these layers of the model in this order."""
+        part = copy.copy(self)
+        part.pools = [self.pools[i] for i in layers]
+        part.scales = tuple(self.scales[i] for i in layers)
+        part.head_scales = tuple(self.head_scales[i] for i in layers)
+        part.token_scales = [self.token_scales[i] for i in layers]
+        return part
 
     def _tensors(self) -> list[Tensor]:
         """Everything that belongs to blocks."""

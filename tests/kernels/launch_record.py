@@ -153,7 +153,9 @@ def main() -> None:
     recorder = Recorder()
     pretend(recorder)
     model = decoder()
-    kv = make_cache(model, sys.argv[1], LIMITS.max_num_batched_tokens // LIMITS.block_size, 16)
+    first, *others = sys.argv[1].split("+")  # of the last layers, one each
+    dtypes = [first] * (len(model.layers) - len(others)) + others
+    kv = make_cache(model, dtypes, LIMITS.max_num_batched_tokens // LIMITS.block_size, 16)
     runner = CudaRunner(model, kv, LIMITS, use_graphs=False)
     runner.compile_ahead()
     found: dict[str, Any] = {"ahead": len(recorder.seen["ahead"])}

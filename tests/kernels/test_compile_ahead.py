@@ -215,7 +215,7 @@ TOKENS = (
 )
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8", "int8", "fp8+bfloat16"])
 def test_nothing_is_left_to_compile_for_a_first_answer(kv_dtype: str) -> None:
     """Of the 8B shape on the reference card; the chunk that a long prompt ends in included."""
     here = Path(__file__).parent

@@ -67,9 +67,12 @@ def shard(out: int, width: int, scheme: Scheme | None, dtype: torch.dtype) -> ob
     return quantize(weight, scale, zero, scheme)
 
 
-def make_decoder(scheme: Scheme | None, dtype: torch.dtype, options: KernelOptions) -> Decoder:
+def make_decoder(
+    scheme: Scheme | None, dtype: torch.dtype, options: KernelOptions, num_layers: int = 1
+) -> Decoder:
+    """Its layers have the same weights."""
     torch.manual_seed(3)
-    spec = ModelSpec.from_config(CONFIG)
+    spec = ModelSpec.from_config({**CONFIG, "num_hidden_layers": num_layers})
 
     def linear(out: int, width: int) -> Linear:
         part = shard(out, width, scheme, dtype)
@@ -94,11 +97,11 @@ def make_decoder(scheme: Scheme | None, dtype: torch.dtype, options: KernelOptio
     )
     return Decoder(
         spec=spec,
-        layers=(layer,),
+        layers=(layer,) * num_layers,
         embedding_VE=(torch.randn(VOCAB, HIDDEN) * 0.3).half().to(dtype),
         final_norm=torch.rand(HIDDEN) + 0.5,
         head=None,
-        kv_scales=(None,),
+        kv_scales=(None,) * num_layers,
         options=options,
     )
 
@@ -137,7 +140,7 @@ def step_inputs(
 
 
 def logits(
-    decoder: Decoder, kv_dtype: str, *, on_device: bool, says_last: bool = False
+    decoder: Decoder, kv_dtype: str | tuple[str, ...], *, on_device: bool, says_last: bool = False
 ) -> torch.Tensor:
     """Of every step's last rows; slots nobody wrote hold NaN (255 as a code)."""
     kv = KVCache(decoder.spec, 8, BLOCK, kv_dtype, CPU)
@@ -177,6 +180,26 @@ def test_kernels_compute_what_torch_computes(
     assert decoder.has_kernels
     found = logits(decoder, kv_dtype, on_device=True)
     assert float((found - expected).norm() / expected.norm()) < tolerance
+
+
+@pytest.mark.parametrize("kv_dtypes", [("int8", "float16"), ("float16", "int8")])
+@pytest.mark.parametrize("says_last", [False, True])
+def test_layers_may_have_caches_of_their_own_types(
+    kv_dtypes: tuple[str, ...],
+    says_last: bool,
+    options: KernelOptions,
+    request: pytest.FixtureRequest,
+) -> None:
+    """A layer whose numbers were read as the other type would be far off."""
+    exact = make_decoder(None, torch.float32, options, 2)
+    expected = logits(exact, "float32", on_device=False)
+    rounded = logits(exact, tuple(d.replace("float16", "float32") for d in kv_dtypes),
+                     on_device=False)  # fmt: skip
+    assert 0 < float((rounded - expected).norm() / expected.norm()) < 1e-2
+    request.getfixturevalue("on_kernels")
+    decoder = make_decoder(None, torch.float16, options, 2)
+    found = logits(decoder, kv_dtypes, on_device=True, says_last=says_last)
+    assert float((found - expected).norm() / expected.norm()) < 1e-2
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "int8", "fp8"])
