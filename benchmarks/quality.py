@@ -74,6 +74,8 @@ CANDIDATES = {
     "gptq-w4-asym-g64": _w4("gptq", False),
     "awq-w4-sym-g64": _w4("awq", True),
     "awq-w4-asym-g64": _w4("awq", False),
+    "gradient-w4-sym-g64": _w4("gradient", True),
+    "gradient-w4-asym-g64": _w4("gradient", False),
     "auto-w4-sym-g64": _w4("auto", True),
     "auto-w4-asym-g64": _w4("auto", False),
     "w8a8": Candidate(scheme="w8a8", method="rtn", recipe="scheme: w8a8\nmethod: rtn"),
@@ -105,6 +107,8 @@ for _name in (
     "gptq-fp8",
     "gptq-w4-sym-g64",
     "gptq-w4-asym-g64",
+    "gradient-w4-sym-g64",
+    "gradient-w4-asym-g64",
 ):
     _plain = CANDIDATES[_name]
     CANDIDATES[f"smooth-{_name}"] = Candidate(

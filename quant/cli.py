@@ -108,7 +108,7 @@ GroupSize = Annotated[
 ]  # fmt: skip
 Method = Annotated[
     str | None,
-    typer.Option(metavar="none|rtn|gptq|awq|auto", help="How codes are chosen.",
+    typer.Option(metavar="none|rtn|gptq|awq|auto|gradient", help="How codes are chosen.",
                  rich_help_panel="Over the recipe"),
 ]  # fmt: skip
 Smoothing = Annotated[

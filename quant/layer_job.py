@@ -274,7 +274,7 @@ def _result(
     elif hessian is not None:
         error = relative_output_error(original, weight, hessian.float()) ** 0.5
     else:
-        error = _weight_error(weight, original)
+        error = weight_error(weight, original)
     return ModuleResult(
         module=row.module,
         shape=row.shape,
@@ -300,7 +300,7 @@ def _seen(row: PlanRow, original: Tensor, statistics: InputStatistics | None) ->
     return found
 
 
-def _weight_error(weight: QuantizedWeight, original: Tensor) -> float:
+def weight_error(weight: QuantizedWeight, original: Tensor) -> float:
     """Frobenius norm of the error over that of the weight."""
     norm = float(original.norm())
     return float((dequantize(weight).float() - original).norm()) / norm if norm else 0.0

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,7 @@ from quant.checkpoint import Source
 from quant.errors import PipelineError, SourceError
 from quant.expert_job import quantize_experts
 from quant.folds import MAPPINGS
+from quant.gradient_job import Gradient, LearnWork, learn_layer, learns, start_of
 from quant.kv_layer import layer_scales, planned_kv, stored_tap
 from quant.kv_scales import scale_names
 from quant.layer_job import (
@@ -50,6 +52,7 @@ from quant.layer_store import LayerStore
 from quant.methods.gptq import GPTQSettings
 from quant.modelling import HEAD, Skeleton, linear_of
 from quant.original import Beside, can_aim, quantize_towards
+from quant.outcome import Outcomes
 from quant.parallel import Ranks, Single, share_of
 from quant.plan import Plan
 from quant.provenance import Describe, finish, job_identity, no_texts, stage_files
@@ -106,6 +109,7 @@ class Job:
     smooth: SmoothSettings | None
     calibration: Stream | None
     probe: Stream
+    gradient: Gradient | None = None
     long_texts: Stream | None = None
     original: Stream | None = None
     results: dict[str, ModuleResult] = field(default_factory=dict)
@@ -317,13 +321,15 @@ def start_job(
         stream.home = torch.device(choose_home(stream.batches, width, dtype, device))
         ids = [batch.token_ids for batch in stream.batches]
         stream.hidden = skeleton.embed(embedding, ids, stream.home)
+    entering = streams[1] if len(streams) > 1 else None
     original = None
-    if plan.gptq_target == "original" and len(streams) > 1:
-        original = replace(streams[1], hidden=list(streams[1].hidden))
+    if entering is not None and (plan.gptq_target == "original" or learns(plan.rows)):
+        original = replace(entering, hidden=list(entering.hidden))
     return Job(
         source=source, plan=plan, skeleton=skeleton, store=store, settings=settings,
         smooth=SmoothSettings(**recipe.smooth.model_dump()) if plan.is_smoothed else None,
-        calibration=streams[1] if len(streams) > 1 else None, probe=streams[0],
+        calibration=entering, probe=streams[0],
+        gradient=Gradient.of(recipe) if learns(plan.rows) else None,
         long_texts=long_texts, original=original,
     )  # fmt: skip
 
@@ -374,7 +380,8 @@ def stored_layer(job: Job, index: int) -> dict[str, Tensor]:
 
 def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, ModuleResult]]:
     """Capture, choose codes, stage by stage. Returns what to store, and the report's rows."""
-    rows = {row.module: row for row in job.plan.layer_rows(index)}
+    planned = job.plan.layer_rows(index)
+    rows = {row.module: start_of(row, job.gradient) for row in planned}
     prefix, names = job.skeleton.layer_prefix(index), job.skeleton.layer_names(index)
     quantized = {f"{name}.weight" for name, row in rows.items() if not row.scheme.is_dense}
     dense = stored_tensors(job.source, job.settings.dtype, [n for n in names if n not in quantized])
@@ -396,6 +403,7 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
     stored, results = dict(dense), dense_results(job, index, dense)
     stages = job.skeleton.stages(index)
     beside = None if job.original is None else beside_original(job, index, layer)
+    every: Outcomes = {}
     for stage in stages:
         work = (
             [rows[prefix + leaf] for leaf in stage], linears, by_module, windows, run_layer,
@@ -403,16 +411,21 @@ def quantize_layer(job: Job, index: int) -> tuple[dict[str, Tensor], dict[str, M
         )  # fmt: skip
         if experts is not None and ".experts." in stage[0]:
             outcomes = quantize_experts(experts, *work)
-        elif beside is not None and can_aim(work[0]):
+        elif beside is not None and job.plan.gptq_target == "original" and can_aim(work[0]):
             outcomes = quantize_towards(beside, work[0], linears, by_module, job.settings)
         else:
             outcomes = quantize_stage(*work)
-        for name, outcome in outcomes.items():
-            note = notes.get(name, NO_FOLD)
-            results[name] = replace(outcome.result, smoothing=note.text, smooth_dead=note.dead)
-            stored.update(stored_parts(name, outcome.weight))
+        every |= outcomes
         if stage is stages[0]:
             stored.update(kv_scales(job, index, layer, run_layer))
+    if beside is not None and learns(planned):
+        outcomes, norms = learn(job, index, beside, by_module, every, stored)
+        stored.update(norms)
+        every |= outcomes
+    for name, outcome in every.items():
+        note = notes.get(name, NO_FOLD)
+        results[name] = replace(outcome.result, smoothing=note.text, smooth_dead=note.dead)
+        stored.update(stored_parts(name, outcome.weight))
     return stored, results
 
 
@@ -429,6 +442,25 @@ def beside_original(job: Job, index: int, layer: nn.Module) -> Beside:
         layer=layer, original=copy.deepcopy(layer), stream=job.calibration,
         reference=job.original, run=run, prefix=job.skeleton.layer_prefix(index),
     )  # fmt: skip
+
+
+def learn(
+    job: Job,
+    index: int,
+    beside: Beside,
+    originals: Mapping[str, Tensor],
+    outcomes: Outcomes,
+    stored: Mapping[str, Tensor],
+) -> tuple[Outcomes, dict[str, Tensor]]:
+    """Gradient rounding of a layer that has codes: outcomes and norms that take their place."""
+    assert job.gradient is not None
+    scales = [stored[name] for name in scale_names(beside.prefix) if name in stored]
+    work = LearnWork(
+        beside=beside, architecture=job.plan.architecture, originals=originals, outcomes=outcomes,
+        dtype=job.settings.dtype, kv_tap=stored_tap(planned_kv(job.plan, index), scales),
+        run=partial(job.skeleton.run_layer, index, beside.layer),
+    )  # fmt: skip
+    return learn_layer(job.plan.layer_rows(index), work, job.gradient.tune)
 
 
 def kv_scales(
@@ -563,7 +595,9 @@ def run_probe(job: Job, stored: Mapping[str, Tensor]) -> ProbeRecord:
 
 def quantize_outer(job: Job, outer: list[str]) -> tuple[dict[str, Tensor], dict[str, ModuleResult]]:
     """lm_head if the plan wants it, and everything else outside the layers as it is."""
-    rows = [row for row in job.plan.layer_rows(None) if not row.scheme.is_dense]
+    rows = [
+        start_of(row, job.gradient) for row in job.plan.layer_rows(None) if not row.scheme.is_dense
+    ]
     quantized = {f"{row.module}.weight" for row in rows}
     dense = stored_tensors(job.source, job.settings.dtype, [n for n in outer if n not in quantized])
     weights = job.source.tensors(sorted(quantized))

@@ -167,7 +167,8 @@ def make_plan(
 
 def _gptq_target(recipe: Recipe, rows: Sequence[PlanRow], architecture: str) -> str:
     """What gptq aims at; PlanError where the original's outputs are out of its reach."""
-    if recipe.gptq.target == "layer" or not any(row.method == "gptq" for row in rows):
+    aims = any(row.method in ("gptq", "gradient") for row in rows)
+    if recipe.gptq.target == "layer" or not aims:
         return "layer"
     if architecture in NORMED_SUMS:
         raise PlanError(

@@ -46,7 +46,7 @@ from quant.errors import RecipeError
 from quant.located_yaml import KeyPath, LocatedYaml, parse_yaml
 from quant.recipe_errors import Finding, explain_validation, place, render_findings
 
-MethodName = Literal["none", "rtn", "gptq", "awq", "auto"]
+MethodName = Literal["none", "rtn", "gptq", "awq", "auto", "gradient"]
 ScaleSearch = Literal["none", "weights", "inputs", "outputs"]
 SchemeName = Literal[
     "dense", "w3a16", "w4a16", "w8a16", "w4a8", "w4a8-fp8", "w8a8", "fp8", "fp8-block"
@@ -105,6 +105,16 @@ class RTNSettings(_Section):
     """`rtn:`; what the scale of a group is searched for (none: taken from its largest value)."""
 
     scale_search: ScaleSearch = "none"
+
+
+class GradientSettings(_Section):
+    """`gradient:`; steps a layer and tokens a step, the first step's size, what to begin from."""
+
+    steps: Annotated[StrictInt, Field(ge=1, le=100000)] = 200
+    tokens: Annotated[StrictInt, Field(ge=1)] = 8192
+    rate: Annotated[float, Field(gt=0, le=0.1)] = 1e-3
+    start: Literal["rtn", "gptq", "auto"] = "gptq"
+    offsets: StrictBool = False
 
 
 class SmoothSettings(_Section):
@@ -171,6 +181,7 @@ class Recipe(_Section):
     smooth: SmoothSettings = SmoothSettings()
     rtn: RTNSettings = RTNSettings()
     gptq: GPTQSettings = GPTQSettings()
+    gradient: GradientSettings = GradientSettings()
     budget: StrictStr | None = None
     max_kl: Annotated[float, Field(gt=0)] | None = None
     candidates: tuple[StrictStr, ...] | None = None
@@ -528,7 +539,11 @@ def _method_faults(
     if scheme.is_dense and "method" in section.model_fields_set and method != "none":
         yield at, f"found {method}, but a dense scheme has nothing to quantize; expected none"
     if not scheme.is_dense and method == "none":
-        yield at, f"found none, but {scheme.label} needs a method; expected rtn, gptq, awq or auto"
+        yield (
+            at,
+            f"found none, but {scheme.label} needs a method; expected rtn, gptq, awq, auto or "
+            "gradient",
+        )
     if scheme.weights is None or scheme.weights.strategy != "block":
         return
     if method not in ("none", "rtn", "gptq"):

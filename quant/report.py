@@ -36,7 +36,8 @@ class ModuleResult:
     smoothing: what scale was folded into the module's input and what it did to the output error;
     smooth_dead: channels it left at scale 1, their inputs or weights being all 0.
     candidates: what `method: auto` tried, and the relative output error of each on windows that
-    none of them had seen.
+    none of them had seen. layer_error: of a layer that `method: gradient` learned, the relative
+    error of its outputs on such windows before and after.
     """
 
     module: str
@@ -57,6 +58,7 @@ class ModuleResult:
     weight_outliers: tuple[float, float, float] | None = None
     input_outliers: tuple[tuple[int, float], ...] = ()
     candidates: tuple[tuple[str, float], ...] = ()
+    layer_error: tuple[float, float] | None = None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModuleResult:

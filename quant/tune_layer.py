@@ -16,7 +16,8 @@ Shape legend: B sequences of a batch, T tokens, H hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,24 +25,29 @@ import torch
 from torch import Tensor, nn
 
 from quant.artifact.layout import QuantizedWeight
-from quant.capture import Batch, Stream
+from quant.capture import Stream
+from quant.held_out import hold_out
 from quant.methods.gradient import Adam, Rounding, begin
 
-# One window in so many is kept out of the steps to judge them; and how often they are judged.
-JUDGE_SHARE, JUDGEMENTS = 16, 8
+# How often what has been learned is judged.
+JUDGEMENTS = 8
 
-# Twice the way that an offset can go in all; first step of the scales' and norms' logarithms.
-TRAVEL, SCALE_RATE, NORM_RATE = 0.5, 1e-3, 1e-3
+# Twice the way that an offset can go in all.
+TRAVEL = 0.5
 
 RunWithGradient = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneSettings:
-    """steps: of signed gradient descent; tokens: of a step, with padding, one window at least."""
+    """steps: of gradient descent; tokens: of a step, with padding, one window at least; rate: the
+    first step of the factors' logarithms, the last is 0; offsets: whether rounding is learned as
+    well as scales and norms."""
 
     steps: int = 200
     tokens: int = 8192
+    rate: float = 1e-3
+    offsets: bool = False
     seed: int = 0
 
 
@@ -76,39 +82,33 @@ class Tuned:
     best_step: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Some windows of a batch: its index and their rows."""
-
-    batch: int
-    rows: tuple[int, ...]
-
-
 def tune_layer(
     layer: LayerParts,
     stream: Stream,
-    targets: Sequence[Tensor],
+    targets: Stream,
     run: RunWithGradient,
     settings: TuneSettings,
 ) -> Tuned:
     """Learn the rounding of a layer's linears, and its norms, so that it puts out `targets`.
 
-    targets: one [B, T, H] for each batch of the stream. `run(hidden, mask)` is the layer,
-    differentiable by its weights. The modules are left in an undefined state: install the result.
-    Deterministic for a seed.
+    stream, targets: the same windows, what the layer reads and what it shall put out. `run(hidden,
+    mask)` is the layer, differentiable by its weights. The modules are left in an undefined state:
+    install the result. Deterministic for a seed.
     """
-    train, judge = split_chunks(stream.batches, settings.tokens)
-    work = _Work(layer=layer, stream=stream, targets=targets, run=run)
-    learned = _Learned.begin(layer)
+    work, judge = (
+        _Work(layer=layer, stream=ours, targets=theirs, run=run, tokens=settings.tokens)
+        for ours, theirs in zip(hold_out(stream), hold_out(targets), strict=True)
+    )
+    learned = _Learned.begin(layer, settings)
     best = Tuned(weights=dict(layer.starts), norms={})
-    best = replace(best, error_before=work.error(judge))
+    best = replace(best, error_before=judge.error())
     best = replace(best, error_after=best.error_before)
-    for number, chunk in enumerate(_shuffled(train, settings.steps, settings.seed), start=1):
+    for number, chunk in enumerate(_shuffled(work.chunks(), settings), start=1):
         left = 1 - (number - 1) / settings.steps
-        learned.step(work.gradients(chunk), left, settings.steps)
+        learned.step(work.gradients(chunk), left, settings)
         work.install(learned.values())
         if number % max(1, settings.steps // JUDGEMENTS) == 0 or number == settings.steps:
-            error = work.error(judge)
+            error = judge.error()
             if error < best.error_after:
                 best = learned.result(best.error_before, error, number)
     return best
@@ -116,83 +116,80 @@ def tune_layer(
 
 @dataclass(slots=True, kw_only=True)
 class _Learned:
-    """Everything of a layer that is learned, by module name."""
+    """Everything of a layer that is learned, by module name.
+
+    logs: logarithms of the factors of all scales, module by module, then of the norms' weights,
+    which `norms` holds as they began, what the norm adds included.
+    """
 
     roundings: dict[str, Rounding]
-    norms: dict[str, tuple[Tensor, Adam]]
+    norms: dict[str, Tensor]
+    logs: Adam
     layer: LayerParts
 
     @classmethod
-    def begin(cls, layer: LayerParts) -> _Learned:
-        return cls(
-            roundings={
-                name: begin(layer.originals[name].to(m.weight.device), _on(layer.starts[name], m))
-                for name, m in layer.linears.items()
-            },
-            norms={
-                name: (m.weight.detach().float() + layer.offset, Adam.zeros(m.weight.detach()))
-                for name, m in layer.norms.items()
-            },
-            layer=layer,
-        )
-
-    def step(self, gradients: Mapping[str, Tensor], left: float, steps: int) -> None:
-        """Move against the gradients; left: the part of the way that is still to go, 1 to 0."""
-        for name, rounding in self.roundings.items():
-            rounding.step(
-                gradients[name], shift_rate=TRAVEL * left / steps, scale_rate=SCALE_RATE * left
+    def begin(cls, layer: LayerParts, settings: TuneSettings) -> _Learned:
+        roundings = {
+            name: begin(
+                layer.originals[name].to(linear.weight.device), _on(layer.starts[name], linear),
+                learns_offsets=settings.offsets,
             )
-        for name, (start, factor) in self.norms.items():
-            present = start * factor.value.exp()
-            factor.step(gradients[name].float() * present, NORM_RATE * left)
+            for name, linear in layer.linears.items()
+        }  # fmt: skip
+        norms = {n: m.weight.detach().float() + layer.offset for n, m in layer.norms.items()}
+        size = sum(r.num_scales for r in roundings.values()) + sum(map(len, norms.values()))
+        device = next(iter(layer.linears.values())).weight.device
+        return cls(roundings=roundings, norms=norms, logs=Adam.zeros(size, device), layer=layer)
+
+    def _factors(self) -> dict[str, Tensor]:
+        sizes = [r.num_scales for r in self.roundings.values()] + [
+            len(w) for w in self.norms.values()
+        ]
+        parts = torch.split(self.logs.value.exp(), sizes)
+        return dict(zip([*self.roundings, *self.norms], parts, strict=True))
+
+    def step(self, gradients: Mapping[str, Tensor], left: float, settings: TuneSettings) -> None:
+        """Move against the gradients; left: the part of the way that is still to go, 1 to 0."""
+        factors = self._factors()
+        slopes = [r.slopes(gradients[n], factors[n]) for n, r in self.roundings.items()]
+        slopes += [gradients[n].float() * w * factors[n] for n, w in self.norms.items()]
+        self.logs.step(torch.cat(slopes), settings.rate * left)
+        for name, rounding in self.roundings.items():
+            rounding.move(gradients[name], TRAVEL * left / settings.steps)
 
     def values(self) -> dict[str, Tensor]:
         """The weights as they will be stored and read."""
-        found = {name: rounding.values() for name, rounding in self.roundings.items()}
-        return found | self._norms()
+        factors = self._factors()
+        found = {name: r.values(factors[name]) for name, r in self.roundings.items()}
+        return found | self._norms(factors)
 
-    def _norms(self) -> dict[str, Tensor]:
+    def _norms(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
-            name: (start * factor.value.exp() - self.layer.offset).to(self.layer.dtype)
-            for name, (start, factor) in self.norms.items()
+            name: (start * factors[name] - self.layer.offset).to(self.layer.dtype)
+            for name, start in self.norms.items()
         }
 
     def result(self, before: float, after: float, step: int) -> Tuned:
-        weights = {name: rounding.result() for name, rounding in self.roundings.items()}
+        factors = self._factors()
+        weights = {name: r.result(factors[name]) for name, r in self.roundings.items()}
         return Tuned(
-            weights=weights, norms=self._norms(), error_before=before, error_after=after,
+            weights=weights, norms=self._norms(factors), error_before=before, error_after=after,
             best_step=step,
         )  # fmt: skip
 
 
-def split_chunks(batches: Sequence[Batch], tokens: int) -> tuple[list[Chunk], list[Chunk]]:
-    """Windows to learn from, as many at once as `tokens` allow, and windows to judge on, spread
-    evenly. With fewer than four windows, they are the same."""
-    count = sum(len(batch.samples) for batch in batches)
-    share = min(JUDGE_SHARE, max(2, count // 2))
-    numbers = range(share // 2, count, share) if count >= 4 else range(count)
-    train: list[Chunk] = []
-    judge: list[Chunk] = []
-    seen = 0
-    for index, batch in enumerate(batches):
-        rows = range(len(batch.samples))
-        kept = tuple(row for row in rows if seen + row in numbers)
-        free = tuple(row for row in rows if row not in kept) if count >= 4 else tuple(rows)
-        seen += len(batch.samples)
-        size = max(1, tokens // batch.mask.shape[1])
-        train += [Chunk(batch=index, rows=free[i : i + size]) for i in range(0, len(free), size)]
-        judge += [Chunk(batch=index, rows=kept[i : i + size]) for i in range(0, len(kept), size)]
-    return train, judge
+# Windows of a batch: its index and their rows.
+Chunk = tuple[int, slice]
 
 
-def _shuffled(chunks: Sequence[Chunk], count: int, seed: int) -> list[Chunk]:
-    """`count` chunks: all of them in random order, again and again."""
-    generator = torch.Generator().manual_seed(seed)
+def _shuffled(chunks: Sequence[Chunk], settings: TuneSettings) -> list[Chunk]:
+    """A chunk for each step: all of them in random order, again and again."""
+    generator = torch.Generator().manual_seed(settings.seed)
     found: list[Chunk] = []
-    while len(found) < count:
+    while len(found) < settings.steps:
         order = torch.randperm(len(chunks), generator=generator).tolist()
         found += [chunks[i] for i in order]
-    return found[:count]
+    return found[: settings.steps]
 
 
 def _on(weight: QuantizedWeight, module: nn.Module) -> QuantizedWeight:
@@ -205,14 +202,36 @@ def _on(weight: QuantizedWeight, module: nn.Module) -> QuantizedWeight:
     )
 
 
+@contextmanager
+def _coarse_products() -> Iterator[None]:
+    """Float32 products of a GPU in TF32: gradients are noisier than that by themselves. Errors are
+    judged outside of it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
     """The layer with its windows and what it should put out for them."""
 
     layer: LayerParts
     stream: Stream
-    targets: Sequence[Tensor]
+    targets: Stream
     run: RunWithGradient
+    tokens: int
+
+    def chunks(self) -> list[Chunk]:
+        """All windows, as many at once as `tokens` allow."""
+        found = []
+        for index, batch in enumerate(self.stream.batches):
+            rows, width = batch.mask.shape
+            size = max(1, self.tokens // width)
+            found += [(index, slice(i, i + size)) for i in range(0, rows, size)]
+        return found
 
     def install(self, values: Mapping[str, Tensor]) -> None:
         for name, module in self.layer.modules.items():
@@ -222,24 +241,26 @@ class _Work:
     def gradients(self, chunk: Chunk) -> dict[str, Tensor]:
         """Of the loss on these windows by each module's weight."""
         weights = {name: m.weight.requires_grad_() for name, m in self.layer.modules.items()}
-        total, _ = self._loss(chunk)
-        found = torch.autograd.grad(total, list(weights.values()))
+        with _coarse_products():
+            total, _ = self._loss(chunk)
+            found = torch.autograd.grad(total, list(weights.values()))
         return dict(zip(weights, found, strict=True))
 
     @torch.no_grad()
-    def error(self, chunks: Sequence[Chunk]) -> float:
-        """Root of the mean loss over all valid tokens of `chunks`."""
-        parts = [self._loss(chunk) for chunk in chunks]
+    def error(self) -> float:
+        """Root of the mean loss over all valid tokens."""
+        parts = [self._loss(chunk) for chunk in self.chunks()]
         total = sum(float(loss.double()) for loss, _ in parts)
         return math.sqrt(total / max(1, sum(count for _, count in parts)))
 
     def _loss(self, chunk: Chunk) -> tuple[Tensor, int]:
         """Sum over valid tokens of |output - target|^2 / |target|^2, and how many they are."""
-        batch, rows = self.stream.batches[chunk.batch], list(chunk.rows)
-        mask = batch.mask[rows]
-        output = self.run(self.stream.hidden[chunk.batch][rows], mask)
-        valid = mask.to(output.device)
-        wanted = self.targets[chunk.batch][rows].to(output.device)[valid].float()
-        missed = (output[valid].float() - wanted).square().mean(-1)
+        index, rows = chunk
+        mask = self.stream.batches[index].mask[rows]
+        output = self.run(self.stream.hidden[index][rows], mask)
+        wanted = self.targets.hidden[index][rows].to(output.device).float()
+        missed = (output.float() - wanted).square().mean(-1)
         size = wanted.square().mean(-1).clamp(min=1e-12)
-        return (missed / size).sum(), int(mask.sum())
+        # What padding puts out may be anything, so that zero times it is no answer.
+        valid = torch.where(mask.to(output.device), missed / size, 0.0)
+        return valid.sum(), int(mask.sum())

@@ -11,14 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from quant.artifact.layout import QuantizedWeight, dequantize, fake_quantize_activations
+from quant.artifact.layout import (
+    QuantizedWeight,
+    dequantize,
+    fake_quantize_activations,
+    round_scale,
+)
 from quant.artifact.scheme import Scheme, preset, with_group_size
 from quant.capture import Stream, make_batches
+from quant.held_out import hold_out
 from quant.layer_job import install
 from quant.methods.gptq import GPTQSettings, gptq
-from quant.methods.gradient import begin
+from quant.methods.gradient import Adam, begin
 from quant.methods.rtn import rtn
-from quant.tune_layer import LayerParts, Tuned, TuneSettings, split_chunks, tune_layer
+from quant.tune_layer import LayerParts, Tuned, TuneSettings, tune_layer
 
 SYM = with_group_size(preset("w4a16"), 32)
 assert SYM.weights is not None
@@ -51,11 +57,14 @@ def test_it_begins_at_the_codes_it_was_given(
     start = rtn(weight, scheme, dtype)
     if method == "gptq":
         start, _ = gptq(weight, inputs.T @ inputs, scheme, dtype, GPTQSettings())
-    rounding = begin(weight, start)
-    result = rounding.result()
-    assert torch.equal(result.codes.float(), start.codes.float())
-    assert torch.equal(result.scale, start.scale)
-    assert torch.equal(rounding.values(), dequantize(start).float())
+    for learns_offsets in (True, False):
+        rounding = begin(weight, start, learns_offsets=learns_offsets)
+        ones = torch.ones(rounding.num_scales)
+        rounding.move(torch.zeros_like(weight), 0.1)
+        result = rounding.result(ones)
+        assert torch.equal(result.codes.float(), start.codes.float())
+        assert torch.equal(result.scale, start.scale)
+        assert torch.equal(rounding.values(ones), dequantize(start).float())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.label)
@@ -63,32 +72,33 @@ def test_what_is_stored_is_what_the_loss_saw_however_far_it_went(scheme: Scheme)
     weight, _ = example(1)
     scheme = fitted(scheme)
     weight[2, : 64 if scheme.layout != "pack-quantized" else 32] = 0
-    rounding = begin(weight, rtn(weight, scheme, torch.bfloat16))
-    before = rounding.result()
+    rounding = begin(weight, rtn(weight, scheme, torch.bfloat16), learns_offsets=True)
+    ones = torch.ones(rounding.num_scales)
+    before = rounding.result(ones)
     generator = torch.Generator().manual_seed(0)
     for _ in range(60):
-        slope = torch.randn(weight.shape, generator=generator) - 0.5 * weight.sign()
-        rounding.step(slope, shift_rate=0.02, scale_rate=0.01)
-    after = rounding.result()
-    assert torch.equal(dequantize(after).float(), rounding.values())
+        rounding.move(torch.randn(weight.shape, generator=generator) - 0.5 * weight.sign(), 0.02)
+    factors = (torch.rand(len(ones), generator=generator) - 0.5).exp()
+    after = rounding.result(factors)
+    assert torch.equal(dequantize(after).float(), rounding.values(factors))
+    assert torch.equal(after.scale, round_scale(after.scale.float(), torch.bfloat16))
     assert not torch.equal(after.codes.float(), before.codes.float())
-    assert not torch.equal(after.scale, before.scale)
-    assert bool((rounding.values()[2, :32] == 0).all())
-    assert bool((after.scale > 0).all())
+    assert bool((rounding.values(factors)[2, :32] == 0).all())
 
 
 def test_a_code_moves_once_it_was_wanted_long_enough() -> None:
     """Against the gradient's sign, by one at most, and not by a few steps of noise."""
     weight, _ = example(2)
-    rounding = begin(weight, rtn(weight, SYM, torch.bfloat16, scale_search=True))
-    before = rounding.result().codes.int()
+    start = rtn(weight, SYM, torch.bfloat16, scale_search=True)
+    rounding = begin(weight, start, learns_offsets=True)
+    before, ones = start.codes.int(), torch.ones(rounding.num_scales)
     signs = torch.sign(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
     for step in range(100):
-        rounding.step(signs * (-1) ** step, shift_rate=0.01, scale_rate=0.0)
-    assert torch.equal(rounding.result().codes.int(), before)
+        rounding.move(signs * (-1) ** step, 0.01)
+    assert torch.equal(rounding.result(ones).codes.int(), before)
     for _ in range(80):
-        rounding.step(signs, shift_rate=0.01, scale_rate=0.0)
-    moved = rounding.result().codes.int() - before
+        rounding.move(signs, 0.01)
+    moved = rounding.result(ones).codes.int() - before
     assert bool((moved.abs() <= 1).all())
     assert bool((moved * signs <= 0).all())
     # The others lie on the other side of their code, or at the end of their range: a weight is
@@ -96,17 +106,22 @@ def test_a_code_moves_once_it_was_wanted_long_enough() -> None:
     assert 0.4 < float((moved != 0).float().mean()) < 0.6
 
 
-def test_scales_find_the_closed_forms_least_squares() -> None:
-    """One group per row and fixed codes: the best factor is <c, w> / <c, c> over the scale."""
+@pytest.mark.parametrize("scheme", [SYM, ASYM], ids=lambda s: s.label)
+def test_scales_find_the_closed_forms_least_squares(scheme: Scheme) -> None:
+    """One group per row and fixed codes: the best scale is <c, w> / <c, c>."""
     weight, _ = example(4, rows=16, columns=32)
     wanted = weight * torch.linspace(0.85, 1.15, 16)[:, None]
-    rounding = begin(weight, rtn(weight, SYM, torch.float32))
+    rounding = begin(weight, rtn(weight, scheme, torch.float32), learns_offsets=False)
+    logs = Adam.zeros(16, weight.device)
     for step in range(300):
-        slope = rounding.values() - wanted
-        rounding.step(slope, shift_rate=0.0, scale_rate=0.01 * (1 - step / 300))
-    codes = rounding.result().codes.float()
+        slopes = rounding.slopes(rounding.values(logs.value.exp()) - wanted, logs.value.exp())
+        logs.step(slopes, 0.01 * (1 - step / 300))
+    stored = rounding.result(logs.value.exp())
+    codes = stored.codes.float()
+    if stored.zero_point is not None:
+        codes = codes - stored.zero_point.float()
     best = (codes * wanted).sum(1) / codes.square().sum(1)
-    assert torch.allclose(rounding.result().scale[:, 0], best, rtol=2**-7)
+    assert torch.allclose(stored.scale[:, 0], best, rtol=2**-7)
 
 
 def windows_of(inputs: Tensor) -> tuple[Stream, list[Tensor]]:
@@ -117,7 +132,9 @@ def windows_of(inputs: Tensor) -> tuple[Stream, list[Tensor]]:
     return Stream(batches=batches, hidden=hidden), hidden
 
 
-def tune(weight: Tensor, start: QuantizedWeight, inputs: Tensor, steps: int) -> Tuned:
+def tune(
+    weight: Tensor, start: QuantizedWeight, inputs: Tensor, steps: int, *, offsets: bool = True
+) -> Tuned:
     """One linear as the whole layer."""
     stream, hidden = windows_of(inputs)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False).requires_grad_(False)
@@ -126,10 +143,9 @@ def tune(weight: Tensor, start: QuantizedWeight, inputs: Tensor, steps: int) -> 
         linears={"m": linear}, originals={"m": weight}, starts={"m": start}, norms={},
         dtype=torch.bfloat16,
     )  # fmt: skip
-    settings = TuneSettings(steps=steps, tokens=64)
-    return tune_layer(
-        parts, stream, [h @ weight.T for h in hidden], lambda h, _: linear(h), settings
-    )
+    settings = TuneSettings(steps=steps, tokens=64, offsets=offsets)
+    targets = replace(stream, hidden=[h @ weight.T for h in hidden])
+    return tune_layer(parts, stream, targets, lambda h, _: linear(h), settings)
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
@@ -144,9 +160,7 @@ def test_the_result_is_never_worse_than_its_start(scheme: Scheme, method: str) -
     if method == "gptq":
         start, _ = gptq(weight, inputs.T @ inputs, scheme, torch.bfloat16, GPTQSettings())
     found = tune(weight, start, inputs, 64)
-    stream, hidden = windows_of(inputs)
-    _, judge = split_chunks(stream.batches, 64)
-    rows = torch.cat([hidden[c.batch][0] for c in judge])
+    rows = torch.cat([states[0] for states in hold_out(windows_of(inputs)[0])[1].hidden])
 
     def error(stored: QuantizedWeight) -> float:
         act = scheme.activations
@@ -170,17 +184,3 @@ def test_where_nothing_helps_the_start_is_kept() -> None:
     assert found.best_step == 0
     assert torch.equal(found.weights["m"].codes, exact.codes)
     assert found.error_after == found.error_before < 1e-6
-
-
-def test_judging_windows_are_kept_out_of_the_steps() -> None:
-    windows = [[1] * (8 + i % 3) for i in range(40)]
-    batches = make_batches(windows, 40)
-    train, judge = split_chunks(batches, 20)
-    seen = {(c.batch, row) for c in train for row in c.rows}
-    kept = {(c.batch, row) for c in judge for row in c.rows}
-    assert not seen & kept
-    assert len(seen) + len(kept) == 40
-    assert len(kept) == 2
-    assert all(len(c.rows) * batches[c.batch].mask.shape[1] <= 20 for c in (*train, *judge))
-    train, judge = split_chunks(make_batches([[1] * 8] * 3, 8), 8)
-    assert len(train) == len(judge) == 3

@@ -69,7 +69,7 @@ def test_faults_say_where_what_and_what_else(text: str, parts: list[str]) -> Non
         ("scheme: w8a8\nmethod: rtn\ngroup_size: 64\n", "r.yaml:3: group_size: found 64"),
         ("scheme: fp8\nmethod: rtn\nsymmetric: false\n", "r.yaml:3: symmetric"),
         ("scheme: dense\nmethod: gptq\n", "expected none"),
-        ("scheme: w4a16\nmethod: none\n", "expected rtn, gptq, awq or auto"),
+        ("scheme: w4a16\nmethod: none\n", "expected rtn, gptq, awq, auto or gradient"),
         ("scheme: w4a16\nweights: {num_bits: 4}\nmethod: rtn\n", "not both"),
         ("activations: {}\nscheme: w8a8\nmethod: rtn\n", "given without weights"),
         ("weights: {num_bits: 3}\nactivations: {}\nmethod: rtn\n", "8-bit inputs is W4A8"),
