@@ -35,6 +35,7 @@ from quant.mixed import choose_plan
 from quant.mixed_ask import check_keys, draw_windows, make_gate, notes_of, plans_to_build
 from quant.mixed_build import MixedJob, check_recipe_path, mixed_folder, survey_source
 from quant.mixed_plan import Planner, Space, guess_plan
+from quant.parallel import Ranks, Single
 from quant.pipeline import Progress, check_smoothing, run
 from quant.plan import Plan, make_plan
 from quant.plan_table import size
@@ -51,7 +52,8 @@ PathLike = str | Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run that is planned but not begun. `notes` are worth telling before anything is spent.
+    """A run that is planned but not begun. `notes` are worth telling before anything is spent;
+    `cost` is of one rank, `tokens` of all.
 
     space: what mixed precision may choose from; `plan` is then a guess of what it will be.
     """
@@ -64,6 +66,7 @@ class Job:
     cost: Estimate
     tokens: int
     device: str
+    ranks: Ranks
     notes: tuple[str, ...]
     planner: Planner
     space: Space | None = None
@@ -83,6 +86,7 @@ def quantize(
     progress: Progress | None = None,
     until_accepted: PathLike | None = None,
     gate_command: str | None = None,
+    ranks: Ranks | None = None,
     **overrides: Any,
 ) -> Path:
     """Make an artifact and return its directory.
@@ -92,15 +96,17 @@ def quantize(
     directory; when it holds the artifact of this very job already, nothing is done.
     overrides: recipe keys (`group_size=64`, `samples=128`, ...; those of `calibration:`
     go there). strict refuses group sizes that do not divide. until_accepted: gates file; the
-    smallest artifact that `evaluate` (or gate_command) accepts is made. Raises QuantError or
+    smallest artifact that `evaluate` (or gate_command) accepts is made. ranks: processes that do
+    this together (`quant.parallel_group.joined`), each calling this. Raises QuantError or
     ArtifactError.
     """
     gate = None
     if until_accepted is not None:
         gate = make_gate(until_accepted, gate_command, device)
     job = prepare(
-        model, recipe, calib, out, strict=strict, device=device, overrides=overrides, gate=gate
-    )
+        model, recipe, calib, out, strict=strict, device=device, overrides=overrides, gate=gate,
+        ranks=ranks,
+    )  # fmt: skip
     if not overwrite and is_done(job):
         return job.out.absolute()
     report = carry_out(job, progress=progress, overwrite=overwrite, resume=resume)
@@ -118,15 +124,22 @@ def prepare(
     overrides: Mapping[str, Any],
     keep_codes: bool = False,
     gate: Gate | None = None,
+    ranks: Ranks | None = None,
 ) -> Job:
     """Read the recipe and the model, plan, and estimate; calibration files are found, not read.
 
     keep_codes: a checkpoint that another tool quantized is taken as it is, instead of refused.
     gate: what must accept the artifact; the smallest plan that it does accept is wanted.
     """
+    ranks = ranks or Single()
     check_device(device)
     loaded = load_recipe(recipe, overrides)
     check_keys(loaded, gate)
+    if (loaded.is_mixed or gate is not None) and ranks.size > 1:
+        raise PipelineError(
+            "mixed precision scores and judges its plans on one rank; leave --ranks (torchrun) "
+            "away, or write the schemes down with `overrides:`"
+        )
     files = _calibration_files(calib)
     name = str(model) if model is not None else _recipe_model(loaded)
     began = time.perf_counter()
@@ -146,7 +159,7 @@ def prepare(
     tokens = tokens if plan.needs_calibration else 0
     cost = estimate(
         plan,
-        tokens=tokens,
+        tokens=-(-tokens // ranks.size),
         batch_tokens=loaded.calibration.batch_tokens,
         flops_per_s=measured_flops(device),
         opening_s=opening_s,
@@ -161,8 +174,9 @@ def prepare(
         cost=cost,
         tokens=tokens,
         device=device,
+        ranks=ranks,
         notes=(
-            *_notes(plan, files, cost),
+            *_notes(plan, files, cost, ranks.size),
             *_source_notes(source),
             *notes_of(loaded, space, gate),
         ),
@@ -249,6 +263,7 @@ def carry_out(
         report = run(
             job.source, job.plan, job.recipe, windows, job.out, device=job.device,
             progress=progress, overwrite=overwrite, resume=resume, describe=texts,
+            ranks=job.ranks,
         )  # fmt: skip
     return _with_unpacked_bytes(report, job)
 
@@ -257,6 +272,10 @@ def is_done(job: Job) -> bool:
     """Whether `out` holds the artifact of this very job already: same model, recipe, calibration,
     versions, device and threads. What a run left there that was killed at its very end is removed.
     """
+    return job.ranks.first(lambda: _is_done(job))
+
+
+def _is_done(job: Job) -> bool:
     if not (job.out / MANIFEST_NAME).is_file():
         return False
     if job.space is not None:
@@ -265,11 +284,12 @@ def is_done(job: Job) -> bool:
         manifest = open_artifact(job.out).manifest
     except ArtifactError:
         return False
-    identity = job_identity(job.source, job.plan, job.recipe, None, job.device)
+    size = job.ranks.size
+    identity = job_identity(job.source, job.plan, job.recipe, None, job.device, size)
     if not is_made_by(manifest.model_copy(update={"calibration": None}), identity):
         return False
     windows = calibrate(job)
-    identity = job_identity(job.source, job.plan, job.recipe, windows, job.device)
+    identity = job_identity(job.source, job.plan, job.recipe, windows, job.device, size)
     if not is_made_by(manifest, identity):
         return False
     clear_leftovers(job.out)
@@ -317,8 +337,10 @@ def _carry_out_mixed(
 def check_out(job: Job, *, overwrite: bool) -> None:
     """PipelineError when `out` is taken or the disk too full; costs nothing, so do it first.
 
-    What an interrupted run left counts as already written.
+    What an interrupted run left counts as already written. Rank 0 alone writes, and looks.
     """
+    if job.ranks.rank != 0:
+        return
     if job.out.name in ("", ".."):
         raise PipelineError(f"--out {job.out}: expected the name of a directory to make")
     try:
@@ -438,15 +460,18 @@ def _model_name(source: Source) -> str:
     return f"{name}-{source.merged.name}" if source.merged else name
 
 
-def _notes(plan: Plan, calib: Sequence[Path], cost: Estimate) -> Iterator[str]:
+def _notes(plan: Plan, calib: Sequence[Path], cost: Estimate, ranks: int) -> Iterator[str]:
+    if ranks > 1:
+        yield f"{ranks} ranks share the calibration windows; memory and time are of each"
     if calib and not plan.needs_calibration:
         yield "this recipe needs no calibration; --calib is not used"
     if plan.needs_calibration and not calib:
         yield "this recipe needs calibration text: give --calib FILE to run it"
     if plan.dtype == "float32" and any(row.method != "none" for row in plan.rows):
         yield "dense parts and scales stay float32; --dtype bfloat16 halves them"
-    if (free := free_memory_bytes()) < cost.peak_memory_bytes:
+    needed = cost.peak_memory_bytes * ranks
+    if (free := free_memory_bytes()) < needed:
         yield (
-            f"about {cost.peak_memory_bytes / 1e9:.1f} GB of memory are needed and "
+            f"about {needed / 1e9:.1f} GB of memory are needed and "
             f"{free / 1e9:.1f} GB are free; use fewer --samples or shorter --max-tokens"
         )

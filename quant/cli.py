@@ -20,15 +20,18 @@ from rich.console import Console
 from rich.text import Text
 
 from quant.artifact.errors import ArtifactError
+from quant.cli_ranks import NumRanks, is_to_launch, joined_ranks, refuse_ranks
 from quant.cli_report import report_command
 from quant.cli_sample import HELP as SAMPLE_HELP
 from quant.cli_sample import sample_command
 from quant.cli_signals import EXIT_TERMINATED, Terminated, raised_sigterm
 from quant.errors import NotAcceptedError, QuantError
+from quant.parallel_launch import is_follower, is_launched, launch, own_command, watch_parent
 
 if TYPE_CHECKING:
     from quant.api import Job
     from quant.calibration import Calibration
+    from quant.parallel import Ranks
     from quant.report import RunReport
 
 EXIT_PROBLEMS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
@@ -155,7 +158,7 @@ AdapterDir = Annotated[
 Device = Annotated[str, typer.Option(help="Where layers are computed: cpu, cuda, cuda:1.")]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, max=1024, help="CPU threads. Part of what fixes the exact bytes.",
+    typer.Option(min=1, max=1024, help="CPU threads of a rank. Part of what fixes the exact bytes.",
                  show_default="torch's own"),
 ]  # fmt: skip
 EveryModule = Annotated[
@@ -177,8 +180,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out_console = Console(highlight=False)
-err_console = Console(stderr=True, highlight=False)
+# Of several ranks, rank 0 speaks: an error of another reaches it (`quant.parallel_group`).
+out_console = Console(highlight=False, quiet=is_follower())
+err_console = Console(stderr=True, highlight=False, quiet=is_follower())
 
 
 def _print_version(wanted: bool) -> None:
@@ -205,6 +209,7 @@ def quantize_command(
     overwrite: Overwrite = False,
     no_resume: NoResume = False,
     device: Device = "cpu",
+    ranks: NumRanks = None,
     threads: Threads = None,
     samples: Samples = None,
     max_tokens: MaxTokens = None,
@@ -227,6 +232,7 @@ def quantize_command(
 ) -> None:
     if context.invoked_subcommand is not None:
         _refuse_misplaced(context)
+        refuse_ranks(context.invoked_subcommand)
         return
     if recipe is None:
         if _nothing_was_said(context):
@@ -238,14 +244,19 @@ def quantize_command(
     if gate_command is not None and until_accepted is None:
         raise USAGE_ERROR("--gate-command goes with --until-accepted GATES")
     gate = (until_accepted, gate_command) if until_accepted is not None else None
-    job = _prepare(model, recipe, calib, out, strict, device, threads, changes, gate=gate)
-    if not dry_run:
-        _check_ready(job, overwrite=overwrite, is_fresh=no_resume)
-    _show_plan(job, every_module=False)
-    if dry_run:
-        _show_coverage(job)
-    else:
-        _carry_out(job, overwrite=overwrite, resume=not no_resume)
+    if is_to_launch(ranks):
+        raise typer.Exit(_launch(ranks or 1, context.obj))
+    with joined_ranks(device) as (ours, device):
+        job = _prepare(
+            model, recipe, calib, out, strict, device, threads, changes, gate=gate, ranks=ours
+        )
+        if not dry_run and _is_done(job, overwrite=overwrite, is_fresh=no_resume):
+            return
+        _show_plan(job, every_module=False)
+        if dry_run:
+            _show_coverage(job)
+        else:
+            _carry_out(job, overwrite=overwrite, resume=not no_resume)
 
 
 def _nothing_was_said(context: typer.Context) -> bool:
@@ -304,9 +315,9 @@ def convert_command(
     """
     changes = _changes(None, None, None, None, None, None, dtype, adapter)
     job = _prepare(model, "none.yaml", None, out, False, "cpu", None, changes, keep_codes=True)
-    _check_ready(job, overwrite=overwrite, is_fresh=no_resume)
-    _show_notes(job)
-    _carry_out(job, overwrite=overwrite, resume=not no_resume)
+    if not _is_done(job, overwrite=overwrite, is_fresh=no_resume):
+        _show_notes(job)
+        _carry_out(job, overwrite=overwrite, resume=not no_resume)
 
 
 @app.command("inspect")
@@ -374,6 +385,11 @@ def _refuse_misplaced(context: typer.Context) -> None:
         )
 
 
+def _launch(ranks: int, arguments: Sequence[str]) -> int:
+    code, message = launch(ranks, own_command(arguments))
+    return _fail(message) if message else code
+
+
 def _prepare(
     model: str | None,
     recipe: str,
@@ -386,6 +402,7 @@ def _prepare(
     *,
     keep_codes: bool = False,
     gate: tuple[str, str | None] | None = None,
+    ranks: Ranks | None = None,
 ) -> Job:
     with err_console.status("reading the model"):
         _quiet_libraries()
@@ -406,6 +423,7 @@ def _prepare(
             overrides=changes,
             keep_codes=keep_codes,
             gate=None if gate is None else make_gate(*gate, device),
+            ranks=ranks,
         )
 
 
@@ -451,17 +469,18 @@ def _calibrate(job: Job) -> Calibration:
     return calibration
 
 
-def _check_ready(job: Job, *, overwrite: bool, is_fresh: bool) -> None:
-    """Refuse what cannot be carried out before a long plan is printed above the error; end here
-    when this very command has made its artifact: whoever restarts a killed run cannot know."""
+def _is_done(job: Job, *, overwrite: bool, is_fresh: bool) -> bool:
+    """Whether this very command has made its artifact: whoever restarts a killed run cannot know.
+    If not, refuse what cannot be carried out before a long plan is printed above the error."""
     from quant.api import check_calibration, check_out, is_done
 
     if not (overwrite or is_fresh) and is_done(job):
         done = f"nothing left to do: {job.out} is the complete artifact of this very command"
         err_console.print(f"{done} (--overwrite makes it anew)", markup=False, soft_wrap=True)
-        raise typer.Exit
+        return True
     check_out(job, overwrite=overwrite)
     check_calibration(job)
+    return False
 
 
 def _carry_out(job: Job, *, overwrite: bool, resume: bool) -> None:
@@ -503,9 +522,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # 10 to 17 times slower: 30 x 4 small linears, M=16, 2 threads, took 999 ms spinning and 106 ms
     # passive under load.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    watch_parent()
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         with raised_sigterm():
-            code = app(args=arguments, standalone_mode=False, prog_name="quantize") or 0
+            code = app(args=words, obj=words, standalone_mode=False, prog_name="quantize") or 0
     except (KeyboardInterrupt, Terminated) as end:
         code = EXIT_TERMINATED if isinstance(end, Terminated) else EXIT_INTERRUPTED
     except USAGE_ERROR as error:
@@ -520,7 +541,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_fail(f"{error.filename or 'the output'}: {error.strerror or error}"))
     except MemoryError:
         sys.exit(_fail("out of memory; use fewer --samples or shorter --max-tokens"))
-    if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):  # the former is typer's answer to Ctrl-C
+    # The former is typer's answer to Ctrl-C; where there is a launcher, it speaks.
+    if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) and not is_launched():
         _fail("interrupted; finished layers are kept, and the same command goes on from there")
     sys.exit(code)
 

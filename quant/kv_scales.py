@@ -77,21 +77,17 @@ def choose_scales(
     attention = layer.get_submodule("self_attn")
     reader = attention.get_submodule("o_proj")
     found = [collect_kv(attention, reader, stream, run) for stream in streams]
-
-    def choose() -> LayerScales:
-        trial = Trial.of(attention, reader, streams[-1], run)
-        sides = []
-        for side in (KEY, VALUE):
-            absmax_K = torch.stack([largest[side] for largest in found]).amax(0)
-            sides.append(_choose_side(trial, side, absmax_K, dtype, by_head))
-        return LayerScales(
-            key=sides[0].scales, value=sides[1].scales,
-            error=(sum(s.error for s in sides) / trial.square_sum) ** 0.5,
-            error_of_one=(sum(s.error_of_one for s in sides) / trial.square_sum) ** 0.5,
-            longest_text=trial.longest_text,
-        )  # fmt: skip
-
-    return streams[-1].ranks.first(choose)  # rank 0 has the longest window
+    trial = Trial.of(attention, reader, streams[-1], run)
+    sides = []
+    for side in (KEY, VALUE):
+        absmax_K = torch.stack([largest[side] for largest in found]).amax(0)
+        sides.append(_choose_side(trial, side, absmax_K, dtype, by_head))
+    return LayerScales(
+        key=sides[0].scales, value=sides[1].scales,
+        error=(sum(s.error for s in sides) / trial.square_sum) ** 0.5,
+        error_of_one=(sum(s.error_of_one for s in sides) / trial.square_sum) ** 0.5,
+        longest_text=trial.longest_text,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

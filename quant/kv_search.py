@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from quant.artifact.layout import FP8, FP8_MAX
 from quant.capture import Stream, watched_call
 from quant.modelling import AttentionCall
+from quant.parallel import Ranks
 
 KEY, VALUE = 0, 1
 # Tokens of the longest texts that candidates are tried on, and queries of each text.
@@ -70,9 +71,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The questions that all candidates of a layer answer."""
+    """The questions that all candidates of a layer answer: each rank's own, and all sum the errors.
+
+    square_sum: of the exact answers.
+    """
 
     questions: tuple[Question, ...]
+    square_sum: float
+    ranks: Ranks
 
     @classmethod
     def of(
@@ -84,7 +90,7 @@ class Trial:
     ) -> Trial:
         """Ask on the longest texts of `stream`; `reader` follows the attention."""
         questions: list[Question] = []
-        left = TRIAL_TOKENS
+        left = TRIAL_TOKENS // stream.ranks.size
         for batch, hidden in reversed(list(stream)):
             count = max(1, min(len(batch.mask), left // batch.mask.shape[1]))
             mask = batch.mask[-count:]
@@ -93,12 +99,10 @@ class Trial:
             left -= mask.numel()
             if left <= 0:
                 break
-        return cls(questions=tuple(questions))
-
-    @property
-    def square_sum(self) -> float:
-        """Of the exact answers."""
-        return sum(float((q.exact.square() * q.counts).sum()) for q in self.questions)
+        squares = [float((q.exact.square() * q.counts).sum()) for q in questions]
+        total = torch.tensor(sum(squares), dtype=torch.float64)
+        stream.ranks.add(total)
+        return cls(questions=tuple(questions), square_sum=float(total), ranks=stream.ranks)
 
     @property
     def longest_text(self) -> int:
@@ -111,4 +115,6 @@ class Trial:
         for scale_K in scales_CK:
             scale = scale_K.to(self.questions[0].exact.device)
             totals.append(torch.stack([q.error(side, scale) for q in self.questions]).sum(0))
-        return torch.stack(totals).cpu()
+        summed = torch.stack(totals).cpu()
+        self.ranks.add(summed)
+        return summed
