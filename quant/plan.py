@@ -383,8 +383,19 @@ def _warnings(rows: Sequence[PlanRow], recipe: Recipe) -> Iterator[str]:
             "a mixture of experts: the artifact is for vLLM and others that read "
             "compressed-tensors; `runtime serve` and `evaluate` do not run it"
         )
+    experts = {row.scheme for row in rows if ".experts." in row.module}
+    if len(experts) > 1:
+        yield (
+            f"experts of different layers differ in scheme ({_labels(experts)}): vLLM reads them "
+            "layer by layer, but transformers (5.24) decodes all experts by one scheme, silently; "
+            "give all experts one scheme if transformers shall load the artifact"
+        )
     if recipe.method != "none" and all(row.scheme.is_dense for row in rows):
         yield "nothing is quantized: every module is skipped"
+
+
+def _labels(schemes: Iterable[Scheme]) -> str:
+    return ", ".join(sorted(scheme.label for scheme in schemes))
 
 
 def _is_coarse(row: PlanRow) -> bool:

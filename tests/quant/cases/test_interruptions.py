@@ -84,13 +84,14 @@ def test_a_signal_is_answered_in_one_line_and_the_run_resumes(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_at_any_moment(
     command: list[str], whole: dict[str, str], tmp_path: Path, number: int
 ) -> None:
     """The command as a user starts it, from the moment on in which it begins to import."""
     draw = random.Random(int(number))
-    for i in range(12):
+    for i in range(6):
         out = tmp_path / f"art-{i}"
         arguments = [*command, "--out", str(out)]
         run = Console(arguments)

@@ -37,6 +37,7 @@ def test_three_kills(command: list[str], forks: Nursery, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_twenty_kills(command: list[str], tmp_path: Path) -> None:
     """The command as users start it; kills from its start to after its last file."""
     happened = survive(Console, command, tmp_path, kills=20, seed=20)

@@ -224,16 +224,12 @@ def said(group: QuantizationScheme | None) -> dict[str, Any] | None:
     if group is None:
         return None
     w, a = group.weights, group.input_activations
+    assert w.block_structure in (None, [128, 128])
     return {
         "format": group.format,
-        "weights": (
-            w.num_bits,
-            word(w.type),
-            w.symmetric,
-            word(w.strategy),
-            w.group_size,
-        ),
-        "inputs": None if a is None else (a.num_bits, word(a.type), a.symmetric, a.dynamic),
+        "weights": [w.num_bits, word(w.type), w.symmetric, word(w.strategy), w.group_size],
+        "inputs": None if a is None else [a.num_bits, word(a.type), word(a.strategy), a.group_size],
+        "inputs at run time": None if a is None else [a.symmetric, a.dynamic],
     }
 
 
@@ -242,10 +238,13 @@ def meant(scheme: Scheme) -> dict[str, Any] | None:
     w, a = scheme.weights, scheme.activations
     if scheme == DENSE or w is None:
         return None
+    size = None if w.strategy == "block" else w.group_size
+    how = "token" if a is None or a.group_size is None else "group"
     return {
         "format": scheme.layout,
-        "weights": (w.num_bits, w.kind, w.symmetric, w.strategy, w.group_size),
-        "inputs": None if a is None else (a.num_bits, a.kind, True, True),
+        "weights": [w.num_bits, w.kind, w.symmetric, w.strategy, size],
+        "inputs": None if a is None else [a.num_bits, a.kind, how, a.group_size],
+        "inputs at run time": None if a is None else [True, True],
     }
 
 
