@@ -94,7 +94,8 @@ class Judge:
         skeleton, prefix = self._skeleton, self._skeleton.layer_prefix(index)
         schemes = {n: s for n, s in artifact.schemes().items() if n.startswith(prefix)}
         names = [name for name in artifact.reader.names if name.startswith(prefix)]
-        state = dense_state({name: artifact.reader.tensor(name) for name in names}, schemes)
+        stored = {name: artifact.reader.tensor(name).to(skeleton.device) for name in names}
+        state = dense_state(stored, schemes)
         scales = [state.pop(name) for name in scale_names(prefix) if name in state]
         layer = skeleton.build_layer(index, state)
         for name, scheme in schemes.items():

@@ -12,6 +12,7 @@ chosen from is `quant.mixed_plan`, what is built and kept on the way `quant.mixe
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -60,8 +61,10 @@ def choose_plan(job: MixedJob, progress: Progress | None = None) -> Chosen:
     the smallest that it accepts. Raises PlanError (budget too small), PipelineError (no plan keeps
     max_kl) and NotAcceptedError, which list what was tried.
     """
+    began = time.perf_counter()
     shop = Workshop(job, progress or Silent())
     scores = shop.scores()
+    scored = time.perf_counter()
     groups = job.space.scored(scores)
     max_kl = job.recipe.max_kl
     if job.gate is not None:
@@ -75,7 +78,13 @@ def choose_plan(job: MixedJob, progress: Progress | None = None) -> Chosen:
     else:
         built = list(search_kl(shop.build, groups, max_kl, job.limit, job.recipe.mixed.plans))
         best = smallest_within(built, max_kl, job.space)
-    return finish(job, scores, built, best)
+    own = best.report.total_seconds
+    seconds = {
+        "sensitivity": scored - began,
+        "judging, other plans": max(0.0, time.perf_counter() - scored - own),
+        **best.report.seconds,
+    }
+    return finish(job, scores, built, best, seconds)
 
 
 def search_kl(
@@ -144,7 +153,11 @@ def smallest_within(built: Sequence[Built], max_kl: float, space: Space) -> Buil
 
 
 def finish(
-    job: MixedJob, scores: Mapping[str, Sequence[float]], built: Sequence[Built], best: Built
+    job: MixedJob,
+    scores: Mapping[str, Sequence[float]],
+    built: Sequence[Built],
+    best: Built,
+    seconds: Mapping[str, float],
 ) -> Chosen:
     """The report of the whole: what was tried, and what every group would lose in each scheme."""
     taken = [option.scheme for option in best.allocation.choices]
@@ -164,5 +177,7 @@ def finish(
         )
         for one in built
     )  # fmt: skip
-    report = replace(best.report, artifact=str(job.out), sensitivity=rows, plans=trials)
+    report = replace(
+        best.report, artifact=str(job.out), sensitivity=rows, plans=trials, seconds=seconds
+    )
     return Chosen(built=best, report=report, job=job)

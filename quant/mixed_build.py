@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -263,7 +264,9 @@ class Workshop:
         """The ordinary recipe of a plan, as it will lie beside the artifact."""
         job = self.job
         asked, used = job.recipe.calibration.samples, len(job.fit.samples)
-        changes: dict[str, Any] = {} if used >= asked else {"calibration": {"samples": used}}
+        changes: dict[str, Any] = _paths_from(job.recipe, job.out.parent)
+        if used < asked:
+            changes["calibration"] = {"samples": used}
         comment = (
             f"{RECIPE_MARK.removeprefix('# ')}: the plan that was chosen under "
             f"{_goal(job)},\n{job.space.bits(allocation.num_bytes):.3f} bits per weight. "
@@ -273,6 +276,20 @@ class Workshop:
             job.recipe, chosen_labels(job.space, allocation), name=str(job.recipe_path),
             comment=comment, changes=changes,
         )  # fmt: skip
+
+
+def _paths_from(recipe: Recipe, folder: Path) -> dict[str, str]:
+    """The recipe's paths that are on this disk, as a recipe in `folder` has to write them."""
+    found = {}
+    for key in ("model", "adapter"):
+        value = getattr(recipe, key)
+        if value is None:
+            continue
+        beside = Path(recipe.where().rpartition(":")[0]).parent / value
+        path = Path(value) if key in recipe.cli_overrides or not beside.exists() else beside
+        if path.exists():
+            found[key] = os.path.relpath(path.resolve(), folder.resolve())
+    return found
 
 
 class Titled:

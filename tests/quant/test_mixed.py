@@ -267,6 +267,50 @@ def test_a_max_kl_that_nothing_keeps_is_refused_with_what_was_measured(
     assert not out.exists()
 
 
+def test_the_command_line_shows_what_can_be_known_and_what_was_found(
+    tiny_model: Callable[..., Path],
+    calib: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The model is named by the recipe, from its own folder; the recipe that is written lies
+    elsewhere and finds it too."""
+    from quant.cli import main, out_console
+
+    monkeypatch.setattr(out_console, "_width", 100)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "model").symlink_to(tiny_model())
+    keys = {**RECIPE, "method": "rtn", "budget": None, "model": "model"}
+    (home / "r.yaml").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))
+
+    def quantize(*arguments: object) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        text = capsys.readouterr()
+        return int(caught.value.code or 0), " ".join((text.out + text.err).split())
+
+    before = set(tmp_path.rglob("*"))
+    code, out = quantize("plan", "--recipe", home / "r.yaml", "--budget", "4.9bpw")
+    assert code == 0
+    assert "a guess from sizes alone. Plans can take 4.33 to 8.33 bits per weight" in out
+    assert set(tmp_path.rglob("*")) == before
+    code, out = quantize("plan", "--recipe", home / "r.yaml", "--budget", "4.9bpv")
+    assert code == 2
+    assert "--budget (over " in out
+    art = tmp_path / "art"
+    asked = ("--recipe", home / "r.yaml", "--budget", "4.9bpw", "--calib", calib, "--out", art)
+    code, out = quantize(*asked)
+    assert code == 0
+    assert "KL predicted KL measured" in out
+    assert "chosen 4." in out
+    digest = open_artifact(art).digest
+    code, _ = quantize("--recipe", recipe_path(art), "--calib", calib, "--out", tmp_path / "b")
+    assert code == 0
+    assert open_artifact(tmp_path / "b").digest == digest
+
+
 class Ruler:
     """Builds nothing: the KL of a plan is `factor` times what was predicted."""
 
