@@ -156,6 +156,7 @@ def prepare(
         check_smoothing(plan)
         plan = _with_source_warning(plan, source)
     tokens = loaded.calibration.samples * loaded.calibration.max_tokens
+    tokens += loaded.calibration.kv_samples * longest_text(loaded, source)
     tokens = tokens if plan.needs_calibration else 0
     cost = estimate(
         plan,
@@ -209,23 +210,26 @@ def calibrate(job: Job) -> Calibration | None:
     check_calibration(job)
     if job.space is None:
         return load_calibration(
-            job.calib, job.source.tokenizer(), job.recipe.calibration, longest=_longest_text(job)
-        )
+            job.calib, job.source.tokenizer(), job.recipe.calibration,
+            longest=longest_text(job.recipe, job.source),
+        )  # fmt: skip
     return _draw_windows(job)[0]
 
 
 def _draw_windows(job: Job) -> tuple[Calibration, list[list[int]]]:
     tokenizer = job.source.tokenizer()
-    return draw_windows(job.calib, tokenizer, job.recipe, longest=_longest_text(job))
+    return draw_windows(
+        job.calib, tokenizer, job.recipe, longest=longest_text(job.recipe, job.source)
+    )
 
 
-def _longest_text(job: Job) -> int:
-    """Tokens of the longest text that KV scales are measured on, 0 where there are none."""
-    if not job.recipe.calibrates_kv:
-        return 0
-    limit = int(job.source.config.get("max_position_embeddings") or 0)
-    asked = job.recipe.calibration.kv_max_tokens
-    return min(asked, limit) if limit else asked
+def longest_text(recipe: Recipe, source: Source) -> int:
+    """Tokens of the longest text that KV scales are measured on, 0 where none is longer than a
+    window."""
+    limit = int(source.config.get("max_position_embeddings") or 0)
+    asked = recipe.calibration.kv_max_tokens
+    longest = min(asked, limit) if limit else asked
+    return longest if recipe.calibrates_kv and longest > recipe.calibration.max_tokens else 0
 
 
 def check_calibration(job: Job) -> None:

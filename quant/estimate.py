@@ -87,7 +87,7 @@ def row_bytes(row: PlanRow, dtype: str) -> int:
     if weights is None:
         return rows * columns * DTYPE_BYTES[dtype]
     groups = columns // weights.group_size if weights.group_size else 1
-    scales = rows * groups * DTYPE_BYTES[dtype]
+    scales = -(-rows // weights.scale_rows) * groups * DTYPE_BYTES[dtype]
     if row.scheme.layout != "pack-quantized":
         return rows * columns + scales
     zero_points = 0 if weights.symmetric else _words(rows, weights.num_bits) * groups

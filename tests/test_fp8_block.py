@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from quant.artifact.layout import (
 )
 from quant.artifact.scheme import PRESETS, ActivationScheme, Scheme, WeightScheme
 from quant.errors import PlanError, RecipeError
+from quant.estimate import row_bytes
 from quant.methods.gptq import GPTQSettings, gptq, relative_output_error
 from quant.methods.rtn import rtn
+from quant.plan import PlanRow
 from quant.recipe import Recipe
 from quant.source import open_source
 from runtime.config import EngineConfig
@@ -139,6 +142,13 @@ def test_the_runtime_computes_what_the_artifact_stores(
     stored = open_artifact(path)
     labels = [scheme.label for scheme in stored.schemes().values()]
     assert labels.count("fp8-block") == 14
+    report = json.loads((path / "report.json").read_text())
+    quantized = [m for m in report["modules"] if m["scheme"] == "fp8-block"]
+    for module in quantized:
+        row = PlanRow(
+            module=module["module"], shape=tuple(module["shape"]), scheme=BLOCKS, method="rtn"
+        )
+        assert row_bytes(row, "float32") == module["bytes"]
     reference = make_candidate(load_reference(open_source(str(model)), "cpu"), stored)
     ids = torch.arange(5, 60)[None]
     with torch.inference_mode():
