@@ -12,12 +12,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from quant.coverage import Coverage
 from quant.errors import PipelineError
 
 REPORT_VERSION = "1.1"
+# A layer whose KV cache loses so many times what the median layer's does is named.
+KV_STANDS_OUT = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +226,7 @@ class RunReport:
                 f"statistics of all their layer's tokens mixed in ({shown}); use more --samples or "
                 "texts that reach them"
             )
+        yield from self._kv_advice()
         dead = [m for m in self.modules if m.dead_columns]
         if dead:
             yield (
@@ -234,6 +238,20 @@ class RunReport:
             yield (
                 f"{sum(m.smooth_dead for m in left)} input channels of {len(left)} modules were "
                 "always 0, in calibration or in the weights; smoothing left them at scale 1"
+            )
+
+    def _kv_advice(self) -> Iterator[str]:
+        """The layers whose quantized cache loses far more than the others' does, by name."""
+        quantized = [row for row in self.kv_layers if row.cache.startswith("fp8")]
+        if len(quantized) < 4:  # too few to say what is usual
+            return
+        usual = median(row.error for row in quantized)
+        worst = sorted(row.layer for row in quantized if row.error > KV_STANDS_OUT * usual)
+        if worst:
+            yield (
+                f"the fp8 KV cache of layers {', '.join(map(str, worst))} distorts attention more "
+                f"than {KV_STANDS_OUT:g} times as much as that of the median layer ({usual:.1%}); "
+                f"`kv_skip_layers: {worst}` keeps theirs in {self.dtype}"
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from quant.api import load_recipe, quantize
 from quant.calibration import load_calibration
 from quant.recipe import CalibrationSettings
+from quant.report import KVLayerResult, RunReport
 from quant.source import open_source
 
 RECIPE = "scheme: dense\nmethod: none\nkv_cache: fp8-head\nkv_skip_layers: [1]\ndtype: bfloat16\n"
@@ -95,3 +96,28 @@ def test_int8_needs_no_text_and_fp8_does(tmp_path: Path) -> None:
         recipe = tmp_path / f"{kind}.yaml"
         recipe.write_text(f"scheme: dense\nmethod: none\nkv_cache: {kind}\n")
         assert load_recipe(recipe, {}).needs_calibration == needs
+
+
+def test_layers_that_stand_out_are_named(
+    tiny_model: Callable[..., Path], texts: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("scheme: dense\nmethod: none\nkv_cache: fp8\n")
+    path = quantize(tiny_model("llama"), recipe, calib=texts, out=tmp_path / "art")
+    report = json.loads((path / "report.json").read_text())
+    assert not [line for line in report["warnings"] if "kv_skip_layers" in line]
+    rows = [KVLayerResult.from_json(report["kv_layers"][0])] * 5
+    rows = [replace(row, layer=i, error=0.02) for i, row in enumerate(rows)]
+    rows[3] = replace(rows[3], error=0.05)
+    advice = list(replace(some_report(), kv_layers=tuple(rows)).all_warnings())
+    assert any("layers 3 distorts" in line and "`kv_skip_layers: [3]`" in line for line in advice)
+    kept = [replace(row, cache="bfloat16") if row.layer == 3 else row for row in rows]
+    assert list(replace(some_report(), kv_layers=tuple(kept)).all_warnings()) == []
+
+
+def some_report() -> RunReport:
+    return RunReport(
+        model="m", architecture="a", recipe="r", artifact="out", artifact_digest="ab" * 32,
+        dtype="bfloat16", source_bytes=1, artifact_bytes=1, modules=(), seconds={},
+        peak_memory_bytes=1,
+    )  # fmt: skip
