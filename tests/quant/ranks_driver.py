@@ -25,7 +25,6 @@ from quant.parallel_launch import RENDEZVOUS
 
 RECIPES = {
     "gptq": "scheme: w4a16\nmethod: gptq\ngroup_size: 32\n",
-    "smoothed": "scheme: w8a8\nmethod: rtn\nsmoothing: search\n",
     "awq": "scheme: w4a16\nmethod: awq\ngroup_size: 32\n",
     "kv": "scheme: w8a16\nmethod: rtn\nkv_cache: fp8-head\n",
     "mixture": "scheme: w4a16\nmethod: gptq\ngroup_size: 32\n",

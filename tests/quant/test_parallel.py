@@ -306,10 +306,21 @@ def test_rows_are_cut_evenly_and_whole(count: int, size: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_more_ranks_than_windows_are_refused(played: Played, tmp_path: Path) -> None:
-    with pytest.raises(PipelineError, match="16 calibration windows are too few for 99 ranks"):
+@pytest.mark.parametrize(
+    ("size", "overrides", "message"),
+    [
+        (99, {}, "16 calibration windows are too few for 99 ranks"),
+        (2, {"method": "auto"}, "method auto runs on one rank only"),
+        (2, {"method": "gradient"}, "method gradient runs on one rank only"),
+        (2, {"budget": "4.5bpw"}, "mixed precision scores and judges its plans on one rank"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(
+    played: Played, tmp_path: Path, size: int, overrides: dict[str, str], message: str
+) -> None:
+    with pytest.raises(PipelineError, match=message):
         quantize(
             played.model, played.folder / "gptq.yaml", calib=played.calib, out=tmp_path / "art",
-            ranks=Single(size=99),
+            ranks=Single(size=size), **overrides,
         )  # fmt: skip
     assert not list(tmp_path.iterdir())
