@@ -397,7 +397,7 @@ def _way_around(recipe: Recipe) -> str:
         return "drop the budget: sensitivity is measured on such text"
     if recipe.kv_cache != "none":
         return "set `kv_cache: none`"
-    if recipe.smoothing == "none":
+    if recipe.smoothing != "search":
         return "use --method rtn"
     return "use --smoothing none" + (" --method rtn" if recipe.sees_inputs else "")
 
@@ -471,6 +471,8 @@ def _notes(plan: Plan, calib: Sequence[Path], cost: Estimate, ranks: int) -> Ite
         yield "this recipe needs no calibration; --calib is not used"
     if plan.needs_calibration and not calib:
         yield "this recipe needs calibration text: give --calib FILE to run it"
+    if plan.smoothing != "none":
+        yield "smoothing: norms, v_proj and up_proj take over scales that are searched first"
     if plan.dtype == "float32" and any(row.method != "none" for row in plan.rows):
         yield "dense parts and scales stay float32; --dtype bfloat16 halves them"
     needed = cost.peak_memory_bytes * ranks

@@ -116,7 +116,8 @@ Method = Annotated[
 ]  # fmt: skip
 Smoothing = Annotated[
     str | None,
-    typer.Option(metavar="none|search", help="Scales folded into norms, so that inputs round well.",
+    typer.Option(metavar="none|auto|search",
+                 help="Scales folded into norms, so that weights and inputs round well.",
                  rich_help_panel="Over the recipe"),
 ]  # fmt: skip
 BudgetOption = Annotated[

@@ -143,6 +143,7 @@ def make_plan(
     check_fused(rows)
     if strict:
         _check_strict(rows, recipe, num_layers)
+    smoothing = _smoothing(recipe, rows)
     source = source_dtype or text.get("dtype") or text.get("torch_dtype") or "float32"
     return Plan(
         rows=rows,
@@ -154,15 +155,25 @@ def make_plan(
         vocab_size=int(text.get("vocab_size", 0)),
         is_tied=is_tied,
         needs_calibration=recipe.calibrates_kv
-        or recipe.smoothing != "none"
+        or smoothing != "none"
         or any(r.statistics != "none" for r in rows),
         kv_cache=recipe.kv_cache,
         kv_layers=_kv_layers(recipe, num_layers),
-        smoothing=recipe.smoothing,
+        smoothing=smoothing,
         gptq_target=_gptq_target(recipe, rows, _architecture(config)),
         overrides=tuple(rule.match for rule in recipe.overrides),
         warnings=tuple(_warnings(rows, recipe)),
     )
+
+
+def _smoothing(recipe: Recipe, rows: Sequence[PlanRow]) -> str:
+    """none or search. `auto` is search where it has been seen to pay and costs no other text: where
+    gptq makes integer codes."""
+    if recipe.smoothing != "auto":
+        return recipe.smoothing
+    weights = [row.scheme.weights for row in rows if row.method == "gptq"]
+    pays = any(scheme is not None and scheme.kind == "int" for scheme in weights)
+    return "search" if pays else "none"
 
 
 def _gptq_target(recipe: Recipe, rows: Sequence[PlanRow], architecture: str) -> str:

@@ -177,7 +177,7 @@ class Recipe(_Section):
     overrides: tuple[OverrideRule, ...] = ()
     kv_cache: KVCacheName = "none"
     kv_skip_layers: tuple[StrictInt, ...] = ()
-    smoothing: Literal["none", "search"] = "none"
+    smoothing: Literal["none", "auto", "search"] = "none"
     smooth: SmoothSettings = SmoothSettings()
     rtn: RTNSettings = RTNSettings()
     gptq: GPTQSettings = GPTQSettings()
@@ -253,7 +253,8 @@ class Recipe(_Section):
     @property
     def needs_calibration(self) -> bool:
         """Whether a method or the KV cache scales must see activations."""
-        return self.sees_inputs or self.calibrates_kv or self.smoothing != "none" or self.is_mixed
+        is_smoothed = self.smoothing == "search"  # auto: only where a method sees inputs anyway
+        return self.sees_inputs or self.calibrates_kv or is_smoothed or self.is_mixed
 
     @property
     def is_mixed(self) -> bool:

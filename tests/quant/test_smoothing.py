@@ -45,6 +45,7 @@ W8A8 = preset("w8a8")
 DENSE_MLP = [name for name in sorted(SUPPORTED) if SUPPORTED[name].mixture is None]
 GROUPS = {"w4a16": 32, "w4a8": 32, "w8a16": None}
 IDS = torch.arange(3, 51)[None]
+GPTQ_DOWN = "{match: '*.down_proj', scheme: w8a16, method: gptq}"
 
 
 def windows() -> list[list[int]]:
@@ -550,3 +551,22 @@ def test_an_expert_is_shown_what_its_router_sends_it(
     assert (int(sent.sum()) >= 16) == (number == 40)
     wanted = experts[3].inner(inputs[sent] if number == 40 else inputs)
     torch.testing.assert_close(rows, wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("scheme: w4a16\nmethod: gptq\n", "search"),
+        ("scheme: w8a8\nmethod: gptq\n", "search"),
+        ("scheme: w4a16\nmethod: rtn\n", "none"),
+        ("scheme: fp8\nmethod: gptq\n", "none"),
+        ("scheme: fp8\nmethod: rtn\noverrides: [" + GPTQ_DOWN + "]\n", "search"),
+    ],
+)
+def test_auto_smooths_before_gptq_makes_integers(
+    tiny_model: Callable[..., Path], text: str, wanted: str
+) -> None:
+    source, recipe = open_source(str(tiny_model())), Recipe.parse(text + "smoothing: auto\n")
+    plan = make_plan(recipe, source.module_shapes, source.num_layers, source.config)
+    assert plan.smoothing == wanted
+    assert plan.needs_calibration == recipe.needs_calibration == ("gptq" in text)
