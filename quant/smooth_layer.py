@@ -33,7 +33,7 @@ from quant.smooth_samples import sample_inputs
 # the tokens that it is looked for in.
 TOLERANCE, CHECKED_TOKENS = 1e-3, 64
 # Weights of a mapping's readers that scales are judged on; of more, every so many-th row.
-JUDGED_WEIGHTS = 1 << 27
+JUDGED_WEIGHTS = 1 << 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

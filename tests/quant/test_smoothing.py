@@ -26,6 +26,7 @@ from quant.folds import MAPPINGS, FoldMapping, column_channels, fold, mappings_i
 from quant.methods.smoothing import (
     ExpectedError,
     Reader,
+    Smoothing,
     measured_error,
     refine,
     search_scale,
@@ -358,6 +359,25 @@ def test_w8a8_of_a_model_with_outliers_improves_fivefold(
     notes = [m.smoothing for m in report.modules if m.module.endswith("q_proj")]
     assert all("into input_layernorm" in note for note in notes)
     assert open_artifact(tmp_path / "art", verify="full")
+
+
+def test_of_many_weights_every_so_many_th_row_judges(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A seventh of gate|up and a quarter of q|k|v tell the same planted channels."""
+    judged: list[int] = []
+
+    def search(inputs: Tensor, readers: list[Reader], *args: Any, **settings: Any) -> Smoothing:
+        judged.append(sum(reader.weight.numel() for reader in readers))
+        return search_scale(inputs, readers, *args, **settings)
+
+    monkeypatch.setattr("quant.smooth_layer.search_scale", search)
+    monkeypatch.setattr("quant.smooth_layer.JUDGED_WEIGHTS", 3000)
+    model = planted(tiny_model, tmp_path, "llama")
+    make(model, tmp_path / "plain", "scheme: w8a8\nmethod: rtn\n", calibrated=False)
+    make(model, tmp_path / "art", "scheme: w8a8\nmethod: rtn\nsmoothing: search\n")
+    assert max(judged) <= 3000 + 64 * 3
+    assert kl(model, tmp_path / "art") < 0.25 * kl(model, tmp_path / "plain")
 
 
 @pytest.mark.parametrize("family", DENSE_MLP)
