@@ -16,6 +16,7 @@ from quant.artifact.artifact import open_artifact
 from quant.calibration import windows_from_token_lists
 from quant.capture import Stream, make_batches
 from quant.errors import PlanError
+from quant.estimate import estimate
 from quant.original import Beside, collect
 from quant.pipeline import Silent, run
 from quant.plan import make_plan
@@ -153,3 +154,14 @@ def test_a_family_that_norms_its_sums_is_refused(
     ):
         make(tiny_model("gemma3_text"), tmp_path / "art", W4.replace("TARGET", "original"))
     assert not (tmp_path / "art").exists()
+
+
+def test_the_estimate_counts_the_second_stream(tiny_model: Callable[..., Path]) -> None:
+    source, costs = open_source(str(tiny_model())), {}
+    for target in ("layer", "original"):
+        recipe = Recipe.parse(W4.replace("TARGET", target))
+        plan = make_plan(recipe, source.module_shapes, source.num_layers, source.config)
+        costs[target] = estimate(plan, tokens=10**6, batch_tokens=4096, flops_per_s=1e9)
+    more = costs["original"].peak_memory_bytes - costs["layer"].peak_memory_bytes
+    assert more > 4 * 10**6 * 64  # float32 hidden states
+    assert costs["original"].seconds > 1.2 * costs["layer"].seconds
