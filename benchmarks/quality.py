@@ -1,7 +1,7 @@
 """What quantizing costs: KL, perplexity and top-1 agreement against float32, on fixed windows.
 
     python -m benchmarks.quality --model M.gguf --data ../shared/data \
-        --schemes rtn-w4-sym-g64,gptq-w4-sym-g64,w8a8 --device cuda --out results.jsonl
+        --schemes rtn-w4-sym-g64,w4-sym-g64,w8a8 --device cuda --out results.jsonl
 
 Calibrates on the windows that split.json names (144 x 1024 tokens of contracts) and judges on its
 held-out contracts and on wikitext-2 (48 windows each). Both models are transformers models in
@@ -78,12 +78,12 @@ CANDIDATES = {
     "gradient-w4-asym-g64": _w4("gradient", False),
     "auto-w4-sym-g64": _w4("auto", True),
     "auto-w4-asym-g64": _w4("auto", False),
-    "w8a8": Candidate(scheme="w8a8", method="rtn", recipe="scheme: w8a8\nmethod: rtn"),
+    "rtn-w8a8": Candidate(scheme="w8a8", method="rtn", recipe="scheme: w8a8\nmethod: rtn"),
     "gptq-w8a8": Candidate(scheme="w8a8", method="gptq", recipe="scheme: w8a8\nmethod: gptq"),
     "w8a16": Candidate(
         scheme="w8a16", method="rtn", recipe="scheme: w8a16\ngroup_size: channel\nmethod: rtn"
     ),
-    "fp8": Candidate(scheme="fp8", method="rtn", recipe="scheme: fp8\nmethod: rtn"),
+    "rtn-fp8": Candidate(scheme="fp8", method="rtn", recipe="scheme: fp8\nmethod: rtn"),
     "gptq-fp8": Candidate(scheme="fp8", method="gptq", recipe="scheme: fp8\nmethod: gptq"),
 }
 for _search in ("inputs", "outputs"):
@@ -101,9 +101,9 @@ CANDIDATES["mixed-5bpw"] = Candidate(
 )
 for _name in (
     "mixed-5bpw",
-    "w8a8",
+    "rtn-w8a8",
     "gptq-w8a8",
-    "fp8",
+    "rtn-fp8",
     "gptq-fp8",
     "gptq-w4-sym-g64",
     "gptq-w4-asym-g64",
@@ -115,6 +115,15 @@ for _name in (
         scheme=_plain.scheme,
         method=f"smooth+{_plain.method}",
         recipe=f"{_plain.recipe}\nsmoothing: search",
+    )
+# What we would ship of each scheme, by the scheme's own name: smoothing where codes are integers,
+# then GPTQ towards the original model's outputs.
+for _base in ("smooth-gptq-w4-sym-g64", "smooth-gptq-w4-asym-g64", "smooth-gptq-w8a8", "gptq-fp8"):
+    _plain = CANDIDATES[_base]
+    CANDIDATES[_plain.scheme] = Candidate(
+        scheme=_plain.scheme,
+        method=f"{_plain.method}-original",
+        recipe=f"{_plain.recipe}\ngptq: {{target: original}}",
     )
 UNITS = {"kl_mean": "nats", "kl_p99": "nats", "ppl_ratio": "ratio", "top1": "fraction"}
 

@@ -177,17 +177,20 @@ def _smoothing(recipe: Recipe, rows: Sequence[PlanRow]) -> str:
 
 
 def _gptq_target(recipe: Recipe, rows: Sequence[PlanRow], architecture: str) -> str:
-    """What gptq aims at; PlanError where the original's outputs are out of its reach."""
+    """What gptq aims at, layer or original (`auto`: original where it can be had); PlanError where
+    the original's outputs are asked for and out of its reach."""
     aims = any(row.method in ("gptq", "gradient") for row in rows)
     if recipe.gptq.target == "layer" or not aims:
         return "layer"
     if architecture in NORMED_SUMS:
+        if recipe.gptq.target == "auto":
+            return "layer"
         raise PlanError(
             f"{recipe.where('gptq', 'target')}: gptq.target: original cannot be had for "
             f"{architecture}, which norms what attention and MLP put out before it adds it; use "
             "`target: layer`"
         )
-    return recipe.gptq.target
+    return "original"
 
 
 def _kv_layers(recipe: Recipe, num_layers: int) -> tuple[int, ...]:

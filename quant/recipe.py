@@ -98,7 +98,7 @@ class GPTQSettings(_Section):
     act_order: StrictBool = True
     block_size: Annotated[StrictInt, Field(ge=8, le=4096)] = 128
     scale_search: StrictBool = True
-    target: Literal["layer", "original"] = "layer"
+    target: Literal["layer", "original", "auto"] = "layer"
 
 
 class RTNSettings(_Section):

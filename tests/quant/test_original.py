@@ -156,6 +156,19 @@ def test_a_family_that_norms_its_sums_is_refused(
     assert not (tmp_path / "art").exists()
 
 
+@pytest.mark.parametrize(
+    ("family", "method", "wanted"),
+    [("llama", "gptq", "original"), ("gemma3_text", "gptq", "layer"), ("llama", "rtn", "layer")],
+)
+def test_auto_aims_where_it_can(
+    tiny_model: Callable[..., Path], family: str, method: str, wanted: str
+) -> None:
+    text = W4.replace("TARGET", "auto").replace("method: gptq", f"method: {method}")
+    source, recipe = open_source(str(tiny_model(family))), Recipe.parse(text)
+    plan = make_plan(recipe, source.module_shapes, source.num_layers, source.config)
+    assert plan.gptq_target == wanted
+
+
 def test_the_estimate_counts_the_second_stream(tiny_model: Callable[..., Path]) -> None:
     source, costs = open_source(str(tiny_model())), {}
     for target in ("layer", "original"):
