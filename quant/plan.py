@@ -404,8 +404,18 @@ def _warnings(rows: Sequence[PlanRow], recipe: Recipe) -> Iterator[str]:
             "layer by layer, but transformers (5.24) decodes all experts by one scheme, silently; "
             "give all experts one scheme if transformers shall load the artifact"
         )
+    if any(_is_w4a8(row.scheme) for row in rows):
+        smooth = "" if recipe.smoothing != "none" else "set `smoothing: search`, and "
+        yield (
+            "4-bit weights with 8-bit inputs lose more than either alone: "
+            f"{smooth}judge the artifact with `evaluate` before you serve it"
+        )
     if recipe.method != "none" and all(row.scheme.is_dense for row in rows):
         yield "nothing is quantized: every module is skipped"
+
+
+def _is_w4a8(scheme: Scheme) -> bool:
+    return scheme.label.startswith("w4a8")
 
 
 def _labels(schemes: Iterable[Scheme]) -> str:
