@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.quality import ShowProgress
 from quant.artifact.durable import write_file
 from quant.checkpoint import Source
+from quant.machine import anonymous_bytes
 from quant.random_model import RandomModel
 from quant.synthetic import SyntheticSource
 
@@ -104,12 +105,6 @@ def parts_in(folder: Path) -> list[Part]:
     """The parts recorded in a folder, in order."""
     paths = sorted(folder.glob("part-*.json"))
     return [Part(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-
-
-def anonymous_bytes() -> int:
-    """RssAnon of this process (Linux)."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 class LimitedProgress(ShowProgress):

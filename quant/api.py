@@ -46,6 +46,7 @@ from quant.report_html import html_files
 from quant.report_render import model_card, report_markdown
 from quant.rounded_weights import rounded_weights_warning
 from quant.source import open_source
+from quant.spill import UNLIMITED, MemoryLimits
 
 PathLike = str | Path
 
@@ -69,6 +70,7 @@ class Job:
     ranks: Ranks
     notes: tuple[str, ...]
     planner: Planner
+    memory: MemoryLimits
     space: Space | None = None
     gate: Gate | None = None
 
@@ -87,6 +89,7 @@ def quantize(
     until_accepted: PathLike | None = None,
     gate_command: str | None = None,
     ranks: Ranks | None = None,
+    memory: MemoryLimits = UNLIMITED,
     **overrides: Any,
 ) -> Path:
     """Make an artifact and return its directory.
@@ -94,6 +97,7 @@ def quantize(
     model: HF directory, hub id or GGUF file; None takes the recipe's `model:`. recipe and calib are
     looked up where given, then among the shipped ones. out defaults to NAME-RECIPE in the current
     directory; when it holds the artifact of this very job already, nothing is done.
+    memory: what the run may take of the GPU and the host, beyond which hidden states are spilled.
     overrides: recipe keys (`group_size=64`, `samples=128`, ...; those of `calibration:`
     go there). strict refuses group sizes that do not divide. until_accepted: gates file; the
     smallest artifact that `evaluate` (or gate_command) accepts is made. ranks: processes that do
@@ -105,7 +109,7 @@ def quantize(
         gate = make_gate(until_accepted, gate_command, device)
     job = prepare(
         model, recipe, calib, out, strict=strict, device=device, overrides=overrides, gate=gate,
-        ranks=ranks,
+        ranks=ranks, memory=memory,
     )  # fmt: skip
     if not overwrite and is_done(job):
         return job.out.absolute()
@@ -121,6 +125,7 @@ def prepare(
     *,
     strict: bool = False,
     device: str = "cpu",
+    memory: MemoryLimits = UNLIMITED,
     overrides: Mapping[str, Any],
     keep_codes: bool = False,
     gate: Gate | None = None,
@@ -182,6 +187,7 @@ def prepare(
             *notes_of(loaded, space, gate),
         ),
         planner=planner,
+        memory=memory,
         space=space,
         gate=gate,
     )
@@ -267,7 +273,7 @@ def carry_out(
         report = run(
             job.source, job.plan, job.recipe, windows, job.out, device=job.device,
             progress=progress, overwrite=overwrite, resume=resume, describe=texts,
-            ranks=job.ranks,
+            ranks=job.ranks, memory=job.memory,
         )  # fmt: skip
     return _with_unpacked_bytes(report, job)
 
@@ -320,6 +326,7 @@ def _mixed_job(job: Job, space: Space) -> MixedJob:
     return MixedJob(
         source=job.source, recipe=job.recipe, space=space, planner=job.planner, fit=fit,
         heldout=heldout, out=job.out.absolute(), device=job.device, gate=job.gate,
+        memory=job.memory,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ Shape legend: B sequences of a batch, T tokens (padded), N valid tokens, H hidde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,13 +46,15 @@ class Batch:
 class Stream:
     """Batches and their hidden states [B, T, H] at the point the pipeline has reached, on `home`.
 
-    `home` is the device that computes while that has the room, else the CPU (`choose_home`).
+    `home` is the device that computes while that has the room, else the CPU; there they may lie in
+    tensors of their own, `shelf`, such as a file's (`quant.spill`).
     Where several `ranks` work together, each has a share of the batches, and statistics are of all.
     """
 
     batches: list[Batch]
     hidden: list[Tensor] = field(default_factory=list)
     home: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    shelf: list[Tensor] | None = None
     ranks: Ranks = field(default_factory=Single)
 
     def __iter__(self) -> Iterator[tuple[Batch, Tensor]]:
@@ -65,19 +67,16 @@ class Stream:
     def advance(self, run: Callable[[Tensor, Tensor], Tensor], where: str) -> None:
         """Replace each hidden state by `run(hidden, mask)`; NonFiniteError names a bad sample."""
         for i, batch in enumerate(self.batches):
-            output = run(self.hidden[i], batch.mask).to(self.home)
+            output = run(self.hidden[i], batch.mask)
             check_finite(output, batch, f"the output of {where}")
-            self.hidden[i] = output
+            self.hidden[i] = self._kept(i, output)
 
+    def fill(self, embedded: Iterable[Tensor]) -> None:
+        """Take the hidden states that enter layer 0, batch by batch."""
+        self.hidden = [self._kept(i, states) for i, states in enumerate(embedded)]
 
-def choose_home(batches: Sequence[Batch], width: int, dtype: torch.dtype, device: str) -> str:
-    """Where hidden states [B, T, `width`] are kept: `device` if they take a third of what is free
-    there at most, else the CPU. It moves no bit of the result."""
-    if torch.device(device).type != "cuda":
-        return "cpu"
-    num_bytes = sum(batch.mask.numel() for batch in batches) * width * dtype.itemsize
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if 3 * num_bytes <= free else "cpu"
+    def _kept(self, index: int, states: Tensor) -> Tensor:
+        return states.to(self.home) if self.shelf is None else self.shelf[index].copy_(states)
 
 
 def make_batches(

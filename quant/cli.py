@@ -162,6 +162,16 @@ Threads = Annotated[
     typer.Option(min=1, max=1024, help="CPU threads of a rank. Part of what fixes the exact bytes.",
                  show_default="torch's own"),
 ]  # fmt: skip
+MaxGPUMemory = Annotated[
+    str | None,
+    typer.Option(metavar="24GB", help="GPU memory to take at most; hidden states that do not fit "
+                 "go to host memory.", show_default="what is free"),
+]  # fmt: skip
+MaxHostMemory = Annotated[
+    str | None,
+    typer.Option(metavar="12GB", help="Host memory to make do with; hidden states that do not fit "
+                 "go to a file beside --out.", show_default="what is free"),
+]  # fmt: skip
 EveryModule = Annotated[
     bool, typer.Option("--all", help="One line per module instead of one per kind.")
 ]
@@ -212,6 +222,8 @@ def quantize_command(
     device: Device = "cpu",
     ranks: NumRanks = None,
     threads: Threads = None,
+    max_gpu_memory: MaxGPUMemory = None,
+    max_host_memory: MaxHostMemory = None,
     samples: Samples = None,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
@@ -249,8 +261,9 @@ def quantize_command(
         raise typer.Exit(_launch(ranks or 1, context.obj))
     with joined_ranks(device) as (ours, device):
         job = _prepare(
-            model, recipe, calib, out, strict, device, threads, changes, gate=gate, ranks=ours
-        )
+            model, recipe, calib, out, strict, device, threads, changes, gate=gate, ranks=ours,
+            limits=(max_gpu_memory, max_host_memory),
+        )  # fmt: skip
         if not dry_run and _is_done(job, overwrite=overwrite, is_fresh=no_resume):
             return
         _show_plan(job, every_module=False)
@@ -275,6 +288,8 @@ def plan_command(
     every_module: EveryModule = False,
     device: Device = "cpu",
     threads: Threads = None,
+    max_gpu_memory: MaxGPUMemory = None,
+    max_host_memory: MaxHostMemory = None,
     samples: Samples = None,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
@@ -292,7 +307,8 @@ def plan_command(
     """
     changes = _changes(samples, max_tokens, seed, group_size, method, smoothing, dtype, adapter)
     changes |= {"budget": budget, "max_kl": max_kl}
-    job = _prepare(model, recipe, calib, out, strict, device, threads, changes)
+    limits = max_gpu_memory, max_host_memory
+    job = _prepare(model, recipe, calib, out, strict, device, threads, changes, limits=limits)
     _show_plan(job, every_module=every_module)
     _show_coverage(job)
 
@@ -401,6 +417,7 @@ def _prepare(
     threads: int | None,
     changes: dict[str, Any],
     *,
+    limits: tuple[str | None, str | None] = (None, None),
     keep_codes: bool = False,
     gate: tuple[str, str | None] | None = None,
     ranks: Ranks | None = None,
@@ -408,8 +425,11 @@ def _prepare(
     with err_console.status("reading the model"):
         _quiet_libraries()
         from quant.api import prepare
+        from quant.machine import parse_bytes
         from quant.mixed_ask import make_gate
+        from quant.spill import MemoryLimits
 
+        gpu, host = (None if text is None else parse_bytes(text) for text in limits)
         if threads is not None:
             import torch
 
@@ -421,6 +441,7 @@ def _prepare(
             out,
             strict=strict,
             device=device,
+            memory=MemoryLimits(gpu_bytes=gpu, host_bytes=host),
             overrides=changes,
             keep_codes=keep_codes,
             gate=None if gate is None else make_gate(*gate, device),

@@ -74,7 +74,7 @@ class Judge:
     def _embedded(self, table: Tensor) -> Stream:
         stream = Stream(batches=self._batches)
         ids = [batch.token_ids for batch in self._batches]
-        stream.hidden = self._skeleton.embed({EMBEDDING: table}, ids)
+        stream.fill(self._skeleton.embed({EMBEDDING: table}, ids))
         return stream
 
     def _reference(self, tell: Tell) -> list[Tensor]:

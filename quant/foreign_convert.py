@@ -30,6 +30,7 @@ from quant.plan import Plan, check_fused
 from quant.provenance import Describe, finish, job_identity, no_texts, stage_files
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
+from quant.spill import UNLIMITED, Shelves
 
 
 def foreign_plan(dense: Plan, source: QuantizedSource) -> Plan:
@@ -72,7 +73,8 @@ def convert(
         store = LayerStore(writer, alone)
         resumed = len(store.committed)
         stage_files(source, recipe, writer)
-        job = start_job(source, plan, recipe, None, store, "cpu", alone)
+        shelves = Shelves(out, "cpu", alone, UNLIMITED)
+        job = start_job(source, plan, recipe, None, store, "cpu", alone, shelves)
         shown.start(plan.num_layers)
         for index in range(plan.num_layers):
             shown.layer(index, f"layer {index + 1} of {plan.num_layers}")

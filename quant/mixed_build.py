@@ -41,6 +41,7 @@ from quant.plan import Plan
 from quant.provenance import job_identity, tools
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
+from quant.spill import UNLIMITED, MemoryLimits
 
 DONE = "done.json"
 RECIPE_MARK = "# Written by quantize"
@@ -61,6 +62,7 @@ class MixedJob:
     out: Path
     device: str
     gate: Gate | None = None
+    memory: MemoryLimits = UNLIMITED
 
     @property
     def folder(self) -> Path:
@@ -208,7 +210,7 @@ class Workshop:
         if report is None:
             report = run(
                 job.source, plan, recipe, fit, path, device=job.device,
-                progress=Titled(self.progress, title), overwrite=True,
+                progress=Titled(self.progress, title), overwrite=True, memory=job.memory,
             )  # fmt: skip
             _write_record(record, report, None)
         if kl is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -299,20 +299,16 @@ class Skeleton:
         layer.requires_grad_(False)
         return layer
 
-    def embed(
-        self,
-        weights: Mapping[str, Tensor],
-        token_ids: list[Tensor],
-        home: torch.device | str = "cpu",
-    ) -> list[Tensor]:
-        """Hidden states [B, T, H] that enter layer 0, in `compute_dtype` on `home`, for each [B, T]
-        of ids."""
+    def embed(self, weights: Mapping[str, Tensor], token_ids: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Hidden states [B, T, H] that enter layer 0, in `compute_dtype`, of each [B, T] ids."""
         table = self._model.model.embed_tokens
         placeholder = table.weight
         table.weight = _parameter(weights["model.embed_tokens.weight"], self.device)
-        hidden = [table(ids.to(self.device)).to(home, self.compute_dtype) for ids in token_ids]
-        table.weight = placeholder
-        return hidden
+        try:
+            for ids in token_ids:
+                yield table(ids.to(self.device)).to(self.compute_dtype)
+        finally:
+            table.weight = placeholder
 
     def run_layer(
         self,
@@ -408,7 +404,7 @@ def _empty_model(config: Mapping[str, Any], where: str) -> Any:
 
 
 def _parameter(tensor: Tensor, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(tensor.to(device, torch.float32), requires_grad=False)
+    return nn.Parameter(tensor.to(device).float(), requires_grad=False)
 
 
 def load_tokenizer(path: Path, **options: Any) -> Any:

@@ -33,7 +33,7 @@ from quant.artifact.probe import ProbeRecord, make_probe
 from quant.artifact.scheme import DENSE, Scheme
 from quant.artifact.writer import ArtifactWriter
 from quant.calibration import Calibration
-from quant.capture import Batch, Stream, choose_home, make_batches, tapped
+from quant.capture import Batch, Stream, make_batches, tapped
 from quant.checkpoint import Source
 from quant.errors import PipelineError, SourceError
 from quant.expert_job import quantize_experts
@@ -59,6 +59,7 @@ from quant.provenance import Describe, finish, job_identity, no_texts, stage_fil
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
 from quant.smooth_layer import NO_FOLD, FoldNote, LayerTensors, SmoothSettings, smooth_layer
+from quant.spill import UNLIMITED, MemoryLimits, Shelves
 
 PROBE_TEXTS = (
     "This Agreement shall be governed by the laws of the State of",
@@ -137,10 +138,12 @@ def run(
     resume: bool = True,
     describe: Describe = no_texts,
     ranks: Ranks | None = None,
+    memory: MemoryLimits = UNLIMITED,
 ) -> RunReport:
     """Carry out `plan` on `source` and seal the artifact at `out`.
 
     ranks: the processes that do this together, each calling `run` (None: this one alone).
+    memory: of a process; hidden states that do not fit go to the host, then to disk beside `out`.
     A partial run of the same job (model, recipe, calibration, versions, device, threads) is taken
     up again unless `resume` is False. `describe` makes the files beside the weights that tell of
     the run; they appear with the artifact. Raises PipelineError (calibration missing), SourceError
@@ -159,7 +162,8 @@ def run(
         resumed = len(store.committed)
         if writer is not None:
             stage_files(source, recipe, writer)
-        job = start_job(source, plan, recipe, calibration, store, device, ranks)
+        shelves = Shelves(out, device, ranks, memory)
+        job = start_job(source, plan, recipe, calibration, store, device, ranks, shelves)
         clock.lap("read and embed")
         quantize_layers(job, progress or Silent())
         clock.lap("layers")
@@ -293,6 +297,7 @@ def start_job(
     store: LayerStore,
     device: str,
     ranks: Ranks,
+    shelves: Shelves,
 ) -> Job:
     """Embed the windows and the probe prompts; everything is then at the door of layer 0."""
     skeleton = source.skeleton if device == "cpu" else Skeleton(source.config, device)
@@ -316,15 +321,17 @@ def start_job(
         streams.append(long_texts)
     embedding = stored_tensors(source, settings.dtype, ["model.embed_tokens.weight"])
     check_ids(source, streams)
-    for stream in streams:
-        width, dtype = plan.hidden_size, skeleton.compute_dtype
-        stream.home = torch.device(choose_home(stream.batches, width, dtype, device))
+    place = partial(shelves.place, width=plan.hidden_size, dtype=skeleton.compute_dtype)
+    for i, stream in enumerate(streams):
         ids = [batch.token_ids for batch in stream.batches]
-        stream.hidden = skeleton.embed(embedding, ids, stream.home)
+        stream.home, stream.shelf = place(f"stream{i}", ids)
+        stream.fill(skeleton.embed(embedding, ids))
     entering = streams[1] if len(streams) > 1 else None
     original = None
     if entering is not None and (plan.gptq_target == "original" or learns(plan.rows)):
-        original = replace(entering, hidden=list(entering.hidden))
+        home, shelf = place("original", [batch.token_ids for batch in entering.batches])
+        original = replace(entering, home=home, shelf=shelf)
+        original.fill(entering.hidden)
     return Job(
         source=source, plan=plan, skeleton=skeleton, store=store, settings=settings,
         smooth=SmoothSettings(**recipe.smooth.model_dump()) if plan.is_smoothed else None,

@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from quant.artifact.dialect import fused_group
 from quant.artifact.layout import dequantize, fake_quantize_activations, quantize
 from quant.artifact.scheme import ActivationScheme, Scheme
-from quant.capture import Batch, choose_home, make_batches
+from quant.capture import Batch, make_batches
 from quant.checkpoint import Source
 from quant.methods.scales import search_scales
 from quant.modelling import Skeleton, linear_of
+from quant.spill import choose_home
 
 Tell = Callable[[str], None]
 # Multiples of the min-max scale that are tried below 8 bits.
@@ -85,7 +86,8 @@ def fisher_sensitivity(
     batches = make_batches(windows, 1 if skeleton.mixture else batch_tokens)
     kept = source.num_layers + 1 + draws
     width = kept * source.shape("model.embed_tokens.weight")[1]
-    home = torch.device(choose_home(batches, width, skeleton.compute_dtype, device))
+    num_tokens = sum(batch.mask.numel() for batch in batches)
+    home = choose_home(num_tokens * width * skeleton.compute_dtype.itemsize, device)
     doors = _forward(source, skeleton, batches, home, tell)
     gradients = _head_gradients(source, skeleton, batches, doors.pop(), draws, seed)
     found: list[Sensitivity] = []
@@ -102,7 +104,8 @@ def _forward(
     """Hidden states [B, T, H] of every batch before layer 0, 1, ... and after the last, at home."""
     name = "model.embed_tokens.weight"
     table = {name: source.tensor(name)}
-    doors = [skeleton.embed(table, [batch.token_ids for batch in batches], home)]
+    embedded = skeleton.embed(table, [batch.token_ids for batch in batches])
+    doors = [[states.to(home) for states in embedded]]
     for index in range(source.num_layers):
         tell(f"forward through layer {index + 1} of {source.num_layers}")
         layer = _build(source, skeleton, index)

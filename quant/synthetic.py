@@ -60,7 +60,7 @@ class SyntheticSource(Source):
         return self._random.shapes[name]
 
     def raw_tensor(self, name: str) -> Tensor:
-        return self._random.draw(name).cpu()
+        return self._random.draw(name)  # it stays where it was asked to be drawn
 
     def files(self) -> dict[str, bytes]:
         return self._random.files

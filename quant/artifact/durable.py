@@ -14,6 +14,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenShard
     """Write tensors as one safetensors file, durably, hashing on the way.
 
     The bytes depend on names, dtypes, shapes and values alone: tensors lie by falling item size,
-    then by name. Memory beyond the tensors themselves is one chunk. StorageError on failure.
+    then by name. Memory beyond the tensors themselves is one chunk, which two threads hash while it
+    is written. StorageError on failure.
     """
     ordered = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header = _header({name: tensors[name] for name in ordered})
@@ -58,14 +60,19 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenShard
     _check_free(path, size)
     whole = hashlib.sha256(header)
     written: dict[str, tuple[str, tuple[int, ...], str]] = {}
-    with storage_errors(path, size), _staged(path) as staged, staged.open("wb") as file:
+    with (
+        storage_errors(path, size),
+        _staged(path) as staged,
+        staged.open("wb") as file,
+        ThreadPoolExecutor(max_workers=2) as pool,
+    ):
         file.write(header)
         for name in ordered:
             own = hashlib.sha256()
             for chunk in _chunks(tensors[name]):
+                hashing = [pool.submit(each.update, chunk) for each in (whole, own)]
                 file.write(chunk)
-                whole.update(chunk)
-                own.update(chunk)
+                wait(hashing)
             tensor = tensors[name]
             written[name] = (DTYPE_CODES[tensor.dtype], tuple(tensor.shape), own.hexdigest())
         file.flush()

@@ -39,6 +39,7 @@ from quant.methods.sweep import sweep
 
 # Values of the weight in work at once: 256 MB a tensor on a GPU, 64 on a CPU.
 GPU_VALUES, CPU_VALUES = 1 << 26, 1 << 24
+_INVERTED_AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,30 +230,47 @@ def _inverse_factor(
     """
     mean = float((hessian.diagonal() + revived).mean())
     rungs = [damping * 10**step for step in range(6) if damping * 10**step <= 1.0] or [damping]
-    backwards = order.flip(0)
     for rung in rungs:
         for dtype in (torch.float32, torch.float64):
-            damped = hessian[backwards[:, None], backwards].to(dtype)
-            damped.diagonal().add_(revived[backwards] + rung * mean)
-            factor = _try_factor(damped)
+            factor = _try_factor(hessian, revived + rung * mean, order.flip(0), dtype)
             if factor is not None:
                 return factor.float(), rung
     return None, None
 
 
-def _try_factor(reversed_matrix: Tensor) -> Tensor | None:
-    """U, upper triangular, with U^T U = H^-1, for the reversal J H J; None unless it is finite.
+def _try_factor(
+    hessian: Tensor, added: Tensor, backwards: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """U, upper triangular, with U^T U = (H + diag(added))^-1; None unless it is finite.
 
-    With J H J = L L^T, U = J L^-1 J: the inverse itself is never made, one factorization and one
-    triangular solve do. The argument is overwritten.
+    `backwards` is the visiting order reversed, U is in visiting order. With J the reversal and
+    J H J = L L^T, U = J L^-1 J: the inverse itself is never made.
     """
-    lower, failed = torch.linalg.cholesky_ex(reversed_matrix)
-    inverse = reversed_matrix.zero_()
-    inverse.diagonal().fill_(1.0)
-    torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
-    del lower
-    is_usable = (failed == 0) & torch.isfinite(inverse.sum())
-    return inverse.flip(0, 1).contiguous() if bool(is_usable) else None
+    damped = hessian[backwards[:, None], backwards].to(dtype)
+    damped.diagonal().add_(added[backwards])
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    del damped
+    if bool(failed):
+        return None
+    _invert_lower(lower)
+    is_usable = bool(torch.isfinite(lower.sum()))
+    factor = lower.flip(0, 1)
+    del lower  # Cholesky's result lies transposed in memory, so that one more is made
+    return factor.contiguous() if is_usable else None
+
+
+def _invert_lower(lower: Tensor) -> None:
+    """Invert a lower triangular matrix in its own memory, by halves: nearly all of it is matrix
+    products, and a quarter of a matrix is all that is taken beside it."""
+    if len(lower) <= _INVERTED_AT_ONCE:
+        eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+        lower.copy_(torch.linalg.solve_triangular(lower, eye, upper=False))
+        return
+    half = len(lower) // 2
+    first, corner, second = lower[:half, :half], lower[half:, :half], lower[half:, half:]
+    _invert_lower(first)
+    _invert_lower(second)
+    corner.copy_((second @ corner).neg_() @ first)
 
 
 def _propagate(

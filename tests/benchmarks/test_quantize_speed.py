@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks import quantize_speed
-from benchmarks.quantize_parts import Recorder, anonymous_bytes, parts_in
+from benchmarks.quantize_parts import Recorder, parts_in
 from benchmarks.quantize_speed import main, parse_arguments
+from quant.machine import anonymous_bytes
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import errno
+from pathlib import Path
 
 import pytest
 import torch
 
-from quant.capture import choose_home, make_batches
+from quant import spill
+from quant.artifact.errors import StorageError
+from quant.errors import PipelineError
+from quant.machine import anonymous_bytes, free_memory_bytes, parse_bytes
 from quant.modelling import compute_dtype
 from quant.pipeline import tokens_at_once
 from quant.plan import Plan, make_plan
 from quant.random_model import RandomModel
 from quant.recipe import Recipe
+from quant.spill import MemoryLimits, choose_place, shelf
 
 RECIPE = "scheme: w4a16\nmethod: gptq\n"
 
@@ -46,15 +51,53 @@ def test_wide_models_compute_in_bfloat16_on_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("free", "home"), [(3 * 10 * 64 * 4, "cuda"), (3 * 10 * 64 * 4 - 1, "cpu")]
+    ("gpu", "host", "place"),
+    [(300, 0, "gpu"), (299, 300, "host"), (299, 299, "disk")],
 )
-def test_hidden_states_stay_on_the_gpu_while_there_is_room(
-    free: int, home: str, monkeypatch: pytest.MonkeyPatch
+def test_hidden_states_lie_in_the_fastest_place_that_has_room(
+    gpu: int, host: int, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def mem_get_info(device: Any) -> tuple[int, int]:
-        return free, 10 * free
+    monkeypatch.setattr(spill, "free_gpu_bytes", lambda device, limit: min(gpu, limit))
+    monkeypatch.setattr(spill, "free_memory_bytes", lambda limit: min(host, limit))
+    wide = MemoryLimits(gpu_bytes=1000, host_bytes=1000)
+    assert choose_place(100, "cuda", wide) == place
+    assert choose_place(100, "cpu", wide) == ("disk" if host < 300 else "host")
+    assert choose_place(100, "cuda", MemoryLimits(gpu_bytes=299, host_bytes=299)) == "disk"
 
-    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    batches = make_batches([[1] * 5, [2] * 5], 10)
-    assert choose_home(batches, 64, torch.float32, "cuda") == home
-    assert choose_home(batches, 64, torch.float32, "cpu") == "cpu"
+
+def test_a_limit_counts_what_the_process_holds_already() -> None:
+    held = anonymous_bytes()
+    assert free_memory_bytes(held // 2) == 0
+    assert 0 < free_memory_bytes(held + (64 << 20)) <= 96 << 20
+    assert free_memory_bytes() > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("24GB", 24 * 10**9), ("1.5GiB", 3 << 29), ("800 MB", 8 * 10**8)]
+)
+def test_amounts_of_memory(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["24", "GB", "-1GB", "1e9B", "24gb"])
+def test_what_is_no_amount_of_memory(text: str) -> None:
+    with pytest.raises(PipelineError, match="expected such as 24GB"):
+        parse_bytes(text)
+
+
+def test_a_file_for_hidden_states_takes_its_space_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = shelf([(2, 3, 4), (1, 5, 4)], torch.float32, "disk", tmp_path / "h", pinned=False)
+    pieces[1].fill_(7)
+    assert [piece.shape for piece in pieces] == [(2, 3, 4), (1, 5, 4)]
+    assert (tmp_path / "h").stat().st_size == 4 * 44
+    stored = torch.frombuffer(bytearray((tmp_path / "h").read_bytes()), dtype=torch.float32)
+    assert bool(stored[24:].eq(7).all())
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(StorageError, match="disk is full"):
+        shelf([(2, 3, 4)], torch.float32, "disk", tmp_path / "h", pinned=False)

@@ -87,7 +87,7 @@ def test_layer_by_layer_is_transformers_own_forward(
     model = tiny_model(family)
     source, reference = open_source(str(model)), AutoModelForCausalLM.from_pretrained(model)
     skeleton, ids = source.skeleton, torch.tensor(windows(2))
-    hidden = skeleton.embed(source.tensors(["model.embed_tokens.weight"]), [ids])[0]
+    hidden = next(skeleton.embed(source.tensors(["model.embed_tokens.weight"]), [ids]))
     for index in range(source.num_layers):
         layer = skeleton.build_layer(index, source.tensors(skeleton.layer_names(index)))
         hidden = skeleton.run_layer(index, layer, hidden, torch.ones_like(ids, dtype=torch.bool))

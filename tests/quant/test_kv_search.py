@@ -31,7 +31,7 @@ class Layer:
         windows = [list(range(5, 5 + n)) for n in (60, 41, 7)]
         batches = make_batches(windows, 256)
         table = {"model.embed_tokens.weight": source.tensor("model.embed_tokens.weight")}
-        hidden = self.skeleton.embed(table, [batch.token_ids for batch in batches])
+        hidden = list(self.skeleton.embed(table, [batch.token_ids for batch in batches]))
         self.stream = Stream(batches=batches, hidden=hidden)
 
     def run(self, hidden: Tensor, mask: Tensor) -> Tensor:

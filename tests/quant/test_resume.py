@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quant import provenance
+from quant import provenance, spill
 from quant.artifact.artifact import open_artifact
 from quant.artifact.errors import ArtifactError, StorageError
 from quant.artifact.writer import ArtifactWriter
@@ -23,6 +23,7 @@ from quant.plan import make_plan
 from quant.recipe import Recipe
 from quant.report import RunReport
 from quant.source import open_source
+from quant.spill import UNLIMITED, MemoryLimits
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPE = "scheme: w4a16\nmethod: gptq\ngroup_size: 32\nkv_cache: fp8\n"
@@ -46,7 +47,14 @@ class Die:
         return
 
 
-def make(model: Path, out: Path, *, die_at: int = -1, recipe_text: str = RECIPE) -> RunReport:
+def make(
+    model: Path,
+    out: Path,
+    *,
+    die_at: int = -1,
+    recipe_text: str = RECIPE,
+    memory: MemoryLimits = UNLIMITED,
+) -> RunReport:
     generator = torch.Generator().manual_seed(0)
     windows = windows_from_token_lists(
         torch.randint(3, 290, (length,), generator=generator).tolist() for length in (40, 9, 25)
@@ -55,7 +63,7 @@ def make(model: Path, out: Path, *, die_at: int = -1, recipe_text: str = RECIPE)
     plan = make_plan(
         recipe, source.module_shapes, source.num_layers, source.config, source_dtype="float32"
     )
-    return run(source, plan, recipe, windows, out, progress=Die(die_at))
+    return run(source, plan, recipe, windows, out, progress=Die(die_at), memory=memory)
 
 
 def killed(model: Path, out: Path, *, at_layer: int = -1, at_rename: int = -1) -> None:
@@ -157,6 +165,26 @@ def test_another_job_is_not_mixed_in(
     assert json.loads((tmp_path / "art.partial" / "job.json").read_bytes())
     with pytest.raises(StorageError, match="unfinished job that differs in"):
         make(model, out)
+
+
+def test_hidden_states_on_disk_move_no_bit(
+    whole: tuple[Path, RunReport], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit that the process is beyond already: everything between layers goes to files."""
+    model, expected = whole
+    files: list[str] = []
+    real = spill.shelf
+
+    def seen(*args: object, **named: object) -> list[torch.Tensor]:
+        pieces = real(*args, **named)
+        files.extend(path.name for path in (tmp_path / "art.partial" / "work").glob("hidden-*"))
+        return pieces
+
+    monkeypatch.setattr(spill, "shelf", seen)
+    report = make(model, tmp_path / "art", memory=MemoryLimits(host_bytes=1))
+    assert set(files) == {"hidden-stream0-0.bin", "hidden-stream1-0.bin"}
+    assert report.artifact_digest == expected.artifact_digest
+    assert [path.name for path in tmp_path.iterdir()] == ["art"]
 
 
 def test_code_that_has_changed_does_not_go_on(

@@ -51,7 +51,7 @@ def test_layer_by_layer_is_the_full_forward(tiny_model: Callable[..., Path], fam
     mask = torch.ones_like(token_ids, dtype=torch.bool)
     mask[1, 41:] = False
     outer = source.tensors(skeleton.outer_names())
-    hidden = skeleton.embed(outer, [token_ids])[0]
+    hidden = next(skeleton.embed(outer, [token_ids]))
     for index in range(source.num_layers):
         layer = skeleton.build_layer(index, source.tensors(skeleton.layer_names(index)))
         hidden = skeleton.run_layer(index, layer, hidden, mask)
