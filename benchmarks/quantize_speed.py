@@ -156,7 +156,7 @@ def state_of(args: argparse.Namespace) -> Iterator[Path]:
 def recipe_text(args: argparse.Namespace) -> str:
     """GPTQ, W4A16, symmetric."""
     group_size = GROUP_SIZES.get(args.shape, 128)
-    return f"scheme: w4a16\ngroup_size: {group_size}\nmethod: gptq\n"
+    return f"scheme: w4a16\ngroup_size: {group_size}\nmethod: gptq\nsmoothing: none\n"
 
 
 def quantize(
