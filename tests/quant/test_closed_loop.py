@@ -128,17 +128,13 @@ def test_none_accepted_ends_with_the_table_and_exit_code_1(
     assert len(calls(tmp_path)) == 2 * asked
 
 
-@pytest.mark.parametrize("exit_code", [2, 4])
 def test_a_gate_that_cannot_judge_stops_everything(
-    exit_code: int,
-    quantize: Quantize,
-    command: Callable[..., tuple[object, ...]],
-    tmp_path: Path,
+    quantize: Quantize, command: Callable[..., tuple[object, ...]], tmp_path: Path
 ) -> None:
-    code, _, err = quantize(*command({"code": exit_code}))
+    code, _, err = quantize(*command({"code": 4}))
     assert code == 2
     assert "could not judge plan-" in err
-    assert f"exit code {exit_code}" in err
+    assert "exit code 4" in err
     assert "the gate says something" in err
     assert len(calls(tmp_path)) == 1
     code, _, err = quantize(*command({"least": 0}))
