@@ -96,11 +96,11 @@ for _search in ("inputs", "outputs"):
         )
 CANDIDATES["mixed-5bpw"] = Candidate(
     scheme="mixed-5bpw",
-    method="gptq",
-    recipe="scheme: w4a16\nmethod: gptq\nbudget: 5bpw\ndtype: float16",
+    method="smooth+gptq",
+    recipe="scheme: w4a16\nmethod: gptq\nbudget: 5bpw\ndtype: float16\nsmoothing: search\n"
+    "gptq: {target: original}",
 )
 for _name in (
-    "mixed-5bpw",
     "rtn-w8a8",
     "gptq-w8a8",
     "rtn-fp8",
