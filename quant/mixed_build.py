@@ -171,7 +171,7 @@ def score_windows(job: MixedJob) -> list[list[int]]:
     return [window[: asked.tokens] for window in samples[::every][: asked.windows]]
 
 
-@dataclass(slots=True, kw_only=False)
+@dataclass(slots=True)
 class Workshop:
     """Builds and judges plans of one job, each once: what is in the job's folder is taken."""
 
