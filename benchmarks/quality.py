@@ -96,7 +96,7 @@ for _search in ("inputs", "outputs"):
         )
 CANDIDATES["mixed-5bpw"] = Candidate(
     scheme="mixed-5bpw",
-    method="smooth+gptq",
+    method="smooth+gptq-original",
     recipe="scheme: w4a16\nmethod: gptq\nbudget: 5bpw\ndtype: float16\nsmoothing: search\n"
     "gptq: {target: original}",
 )
