@@ -38,6 +38,7 @@ from quant.modelling import check_family, check_tensors
 from quant.source import (
     DTYPES,
     QUANTIZED_MARKS,
+    WEIGHT_DTYPES,
     HFSource,
     read_config,
     refuse_code,
@@ -180,9 +181,19 @@ class QuantizedSource(HFSource):
         quantized = {f"{m}.weight": self.module_shapes[m]
                      for m, scheme in self.schemes.items() if not scheme.is_dense}  # fmt: skip
         self._dense = tuple(n for n in left if n not in empty)
+        for name in self._dense:
+            self._require_float(name)
         self.names = (*self._dense, *quantized)
         shapes = {n: tuple(self._reader.shape(n)) for n in self._dense} | quantized
         check_tensors(self.skeleton, shapes, str(self.path))
+
+    def _require_float(self, name: str) -> None:
+        dtype = self._reader.dtype(name)
+        if name in self.skeleton.parameter_shapes and dtype not in WEIGHT_DTYPES:
+            raise IntegrityError(
+                f"{self.path}: tensor {name} is {str(dtype).removeprefix('torch.')}, and nothing "
+                "says what its codes mean; fetch the model again"
+            )
 
     def _refuse_codes(self, names: Iterator[str]) -> None:
         known = self.skeleton.parameter_shapes

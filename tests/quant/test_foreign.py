@@ -249,6 +249,16 @@ def test_a_missing_tensor_is_named(
         converted(model, tmp_path / "art")
 
 
+def test_codes_that_nothing_describes_are_refused(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, _ = quantized_copy(tiny_model(), tmp_path / "model", method="awq", sym=False)
+    name = "model.layers.1.input_layernorm.weight"
+    edit(model, **{name: load_file(model / "model.safetensors")[name].to(torch.int8)})
+    with pytest.raises(IntegrityError, match=r"layernorm.weight is int8, and nothing says"):
+        converted(model, tmp_path / "art")
+
+
 def test_truncated_and_garbled_files(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model, _ = quantized_copy(tiny_model(), tmp_path / "model", method="gptq")
     scales = "model.layers.0.mlp.up_proj.scales"
