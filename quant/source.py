@@ -199,9 +199,11 @@ def refuse_quantized(path: Path, config: dict[str, Any]) -> None:
     """AlreadyQuantizedError if config.json has a quantization section."""
     section = config.get("quantization_config") or config.get("compression_config")
     if section:
+        ours = (path / "artifact.json").is_file()
+        keep = "it is an artifact" if ours else "keep these codes: `quantize convert`"
         raise AlreadyQuantizedError(
-            f"{path}: already quantized ({describe_quantization(section)}); "
-            "start from the original float checkpoint, or keep these codes: `quantize convert`"
+            f"{path}: already quantized ({describe_quantization(section)}); start from the "
+            f"original float checkpoint, or {'serve it as it is: ' if ours else ''}{keep}"
         )
 
 

@@ -278,6 +278,9 @@ def test_quantizing_them_stays_refused(tiny_model: Callable[..., Path], tmp_path
     model, _ = quantized_copy(tiny_model(), tmp_path / "model", method="gptq")
     with pytest.raises(AlreadyQuantizedError, match="already quantized.*quantize convert"):
         prepare(str(model), "w4a16.yaml", overrides={"method": "rtn"})
+    made = converted(model, tmp_path / "art")
+    with pytest.raises(AlreadyQuantizedError, match="serve it as it is: it is an artifact$"):
+        prepare(str(made), "none.yaml", overrides={}, keep_codes=True)
 
 
 @pytest.mark.parametrize(
