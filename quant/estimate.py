@@ -22,6 +22,8 @@ SMOOTHING_FLOPS = 2 * 4096 + 4 * 2 * 512 + 6000
 # Weights in and out: read, unpacked, checked, written durably, hashed and read back. Measured with
 # a 135 M GGUF on a shared 2-core machine: 6 to 11 s for layers of 106 M float32 weights, twice.
 _MOVED_BYTES_PER_S = 125e6
+# Tensors as wide as the widest that a step of gradient descent holds, for each of its tokens.
+_KEPT_FOR_BACKWARD = 8
 # GPTQ goes column by column: small steps, whose overhead outweighs arithmetic on small layers.
 _SECONDS_PER_COLUMN = 1e-3
 
@@ -138,6 +140,9 @@ def _peak_memory(plan: Plan, tokens: int, batch_tokens: int) -> int:
     hidden_states = (3 if is_aimed else 2) * tokens * plan.hidden_size
     batch = 4 * min(batch_tokens, tokens) * widest
     in_layer = 3 * weights + hessians + 3 * largest + batch + is_aimed * (weights + 2 * largest)
+    if plan.gradient_steps:  # the original's states and outputs; values, gradients, a step's inside
+        hidden_states *= 2
+        in_layer += 4 * weights + _KEPT_FOR_BACKWARD * min(plan.gradient_tokens, tokens) * widest
     embedding = 4 * plan.vocab_size * plan.hidden_size
     return PROCESS_BYTES + 4 * (hidden_states + max(in_layer, embedding))
 
@@ -153,7 +158,11 @@ def _seconds(plan: Plan, tokens: int, flops_per_s: float) -> float:
         flops += sum(2 * tokens * columns**2 + 2 * columns**3 for columns in _inputs(rows))
         if plan.gptq_target == "original":
             flops += sum(2 * tokens * columns**2 for columns in _inputs(rows))
-        flops += sum(2 * _weights(row) * row.shape[1] for row in rows if row.method == "gptq")
+        by_gptq = [row for row in rows if row.method in ("gptq", "auto", "gradient")]
+        flops += sum(2 * _weights(row) * row.shape[1] for row in by_gptq)
+        if any(row.method == "gradient" for row in rows):
+            learned = plan.gradient_steps * min(plan.gradient_tokens, tokens)
+            flops += 6 * learned * sum(_weights(row) for row in rows)
     arithmetic = flops / flops_per_s
     steps = _SECONDS_PER_COLUMN * sum(columns for rows in layers for columns in _inputs(rows))
     # The embedding is read for the first layer and again for the head and the artifact.

@@ -91,6 +91,8 @@ class Plan:
     kv_layers: tuple[int, ...] = ()
     smoothing: str = "none"
     gptq_target: str = "layer"
+    gradient_steps: int = 0
+    gradient_tokens: int = 0
     overrides: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -144,6 +146,7 @@ def make_plan(
     if strict:
         _check_strict(rows, recipe, num_layers)
     smoothing = _smoothing(recipe, rows)
+    learned = any(row.method == "gradient" for row in rows)
     source = source_dtype or text.get("dtype") or text.get("torch_dtype") or "float32"
     return Plan(
         rows=rows,
@@ -161,6 +164,8 @@ def make_plan(
         kv_layers=_kv_layers(recipe, num_layers),
         smoothing=smoothing,
         gptq_target=_gptq_target(recipe, rows, _architecture(config)),
+        gradient_steps=recipe.gradient.steps if learned else 0,
+        gradient_tokens=recipe.gradient.tokens if learned else 0,
         overrides=tuple(rule.match for rule in recipe.overrides),
         warnings=tuple(_warnings(rows, recipe)),
     )

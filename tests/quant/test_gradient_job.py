@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from quant.artifact.artifact import open_artifact
 from quant.errors import RecipeError
+from quant.estimate import estimate
 from quant.pipeline import run
 from quant.plan import make_plan
 from quant.recipe import Recipe
@@ -188,3 +189,15 @@ def test_two_runs_and_a_resumed_one_give_the_same_bytes(
 def test_faults_of_a_recipe(text: str, part: str) -> None:
     with pytest.raises(RecipeError, match=part):
         Recipe.parse(f"{W3}method: gradient\n{text}")
+
+
+def test_the_plan_says_that_it_takes_longer(tiny_model: Callable[..., Path]) -> None:
+    source, seconds, memory = open_source(str(tiny_model())), [], []
+    for text in ("method: gptq\n", QUICK, QUICK.replace("12", "120")):
+        recipe = Recipe.parse(W3 + text)
+        plan = make_plan(recipe, source.module_shapes, source.num_layers, source.config)
+        cost = estimate(plan, tokens=4000, batch_tokens=1000, flops_per_s=1e9)
+        seconds.append(cost.seconds)
+        memory.append(cost.peak_memory_bytes)
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert memory[0] < memory[1] == memory[2]
