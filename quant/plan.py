@@ -184,8 +184,13 @@ def _smoothing(recipe: Recipe, rows: Sequence[PlanRow]) -> str:
 def _gptq_target(recipe: Recipe, rows: Sequence[PlanRow], architecture: str) -> str:
     """What gptq aims at, layer or original (`auto`: original where it can be had); PlanError where
     the original's outputs are asked for and out of its reach."""
-    aims = any(row.method in ("gptq", "gradient") for row in rows)
-    if recipe.gptq.target == "layer" or not aims:
+    learned = any(row.method == "gradient" for row in rows) and recipe.gradient.start == "gptq"
+    if not learned and not any(row.method == "gptq" for row in rows):
+        return "layer"
+    if learned and "target" not in recipe.gptq.model_fields_set:
+        # What is learned has that target as well, and a start that has it is much the better one.
+        return "layer" if architecture in NORMED_SUMS else "original"
+    if recipe.gptq.target == "layer":
         return "layer"
     if architecture in NORMED_SUMS:
         if recipe.gptq.target == "auto":

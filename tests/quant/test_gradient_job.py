@@ -23,6 +23,9 @@ from tests.quant.test_pipeline import probe_difference, reconstructed
 from tests.quant.test_smoothing import make, planted, windows
 
 W3 = "scheme: w3a16\ngroup_size: 32\n"
+# What gradient begins from where nothing is said.
+AIMED = "method: gptq\ngptq: {target: original}\n"
+START = {"gemma3_text": "method: gptq\n"}
 QUICK = "method: gradient\ngradient: {steps: 12, tokens: 80, rate: 0.01}\n"
 
 
@@ -57,7 +60,7 @@ def test_a_layer_is_never_worse_than_its_start(
     tiny_model: Callable[..., Path], tmp_path: Path, family: str, scheme: str
 ) -> None:
     report = make(tiny_model(family), tmp_path / "art", scheme + QUICK)
-    make(tiny_model(family), tmp_path / "start", f"{scheme}method: gptq\n")
+    make(tiny_model(family), tmp_path / "start", scheme + START.get(family, AIMED))
     errors = []
     for name in ("start", "art"):
         wanted, found = first_layers(tiny_model(family), tmp_path / name)
@@ -73,7 +76,6 @@ def test_a_layer_is_never_worse_than_its_start(
     assert errors[1] <= errors[0]
     better = {m.module for m in report.quantized if m.layer_error[1] < m.layer_error[0]}
     assert better == {m.module for m in report.quantized if m.method == "gradient"}
-    assert better
 
 
 @pytest.mark.parametrize("family", sorted(n for n in FAMILIES if n not in ("mixtral", "qwen3_moe")))
@@ -98,6 +100,7 @@ def test_offsets_smoothing_rtn_and_an_fp8_cache_go_together(
     errors = [m.layer_error for m in report.quantized if m.layer_error]
     assert len(errors) == len(report.quantized)
     assert all(after <= before for before, after in errors)
+    assert any(after < before for before, after in errors)
     assert any("into input_layernorm" in m.smoothing for m in report.quantized)
     artifact = open_artifact(tmp_path / "art", verify="full")
     assert "model.layers.0.self_attn.k_scale" in artifact.reader.names
@@ -108,7 +111,7 @@ def test_where_no_step_helps_the_start_stays(
 ) -> None:
     text = f"{W3}method: gradient\ngradient: {{steps: 1, tokens: 80, rate: 0.1}}\n"
     report = make(tiny_model(), tmp_path / "art", text)
-    start = make(tiny_model(), tmp_path / "start", f"{W3}method: gptq\n")
+    start = make(tiny_model(), tmp_path / "start", W3 + AIMED)
     kept = [m for m in report.quantized if m.method == "gptq"]
     assert kept
     assert all("no step was better than the start" in m.note for m in kept)
@@ -136,7 +139,7 @@ def test_only_the_modules_asked_for_are_learned(
     text = f"{W3}method: gptq\noverrides: [{{match: '*.layers.1.mlp.*', method: gradient}}]\n"
     text += "gradient: {steps: 6, tokens: 80, rate: 0.01}\n"
     report = make(tiny_model(), tmp_path / "art", text)
-    make(tiny_model(), tmp_path / "plain", f"{W3}method: gptq\n")
+    make(tiny_model(), tmp_path / "plain", W3 + AIMED)
     one, two = (open_artifact(tmp_path / name).tensor_digests() for name in ("art", "plain"))
     assert {n for n in one if one[n] != two[n]} <= {n for n in one if ".layers.1." in n}
     learned = {m.module for m in report.quantized if m.layer_error}
