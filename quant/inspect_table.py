@@ -34,7 +34,7 @@ def _lines(summary: InspectSummary) -> list[tuple[str, str]]:
             "model",
             f"{summary.architecture} from {summary.source}, stored as {summary.source_dtype}",
         ),
-        ("recipe", f"{summary.recipe_name}, {' + '.join(summary.methods)}{calibration}"),
+        ("recipe", f"{summary.recipe_name}, {_methods(summary)}{calibration}"),
         ("size", f"{size(summary.total_bytes)}, {summary.bits_per_weight:.2f} bits per weight"),
         ("KV cache", summary.kv_cache),
         ("probe", summary.probe),
@@ -42,6 +42,14 @@ def _lines(summary: InspectSummary) -> list[tuple[str, str]]:
         ("digest", summary.digest),
         ("made with", ", ".join(f"{name} {value}" for name, value in summary.tools)),
     ]
+
+
+def _methods(summary: InspectSummary) -> str:
+    """`gptq` where one method made all codes, `gptq 180 + rtn 30 modules` where several did."""
+    made = [(name, count) for name, count in summary.modules_by_method if name != "none"]
+    if len(made) < 2:
+        return made[0][0] if made else "none"
+    return " + ".join(f"{name} {count}" for name, count in made) + " modules"
 
 
 def _verdict(summary: InspectSummary) -> str:

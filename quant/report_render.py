@@ -123,6 +123,10 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     if judged := [m for m in report.quantized if m.candidates]:
         chosen = Counter(chosen_candidate(m.candidates) for m in judged)
         found.append(("auto chose", ", ".join(f"{k} {n:,}" for k, n in chosen.most_common())))
+    if learned := {m.layer_error for m in report.quantized if m.layer_error}:
+        before, after = (sum(errors) / len(learned) for errors in zip(*learned, strict=True))
+        text = f"layers' outputs off by {before:.2%}, then {after:.2%}, on windows kept apart"
+        found.append(("gradient", text))
     if report.fallbacks:
         found.append(("fell back", f"{len(report.fallbacks)} modules, listed in report.md"))
     return found

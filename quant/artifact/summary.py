@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
@@ -48,6 +49,7 @@ class InspectSummary:
     recipe_name: str
     recipe_sha256: str
     methods: tuple[str, ...]
+    modules_by_method: tuple[tuple[str, int], ...]  # most first
     calibration: str
     probe: str
     tools: tuple[tuple[str, str], ...]
@@ -83,6 +85,9 @@ def inspect(artifact: Artifact) -> InspectSummary:
         recipe_name=manifest.recipe.name,
         recipe_sha256=manifest.recipe.sha256,
         methods=tuple(sorted({module.method for module in manifest.modules.values()})),
+        modules_by_method=tuple(
+            Counter(module.method for module in manifest.modules.values()).most_common()
+        ),
         calibration=(
             f"{calibration.samples} samples, {calibration.tokens} tokens" if calibration else "none"
         ),

@@ -4,6 +4,7 @@ so."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from quant.api import quantize
 from quant.artifact.artifact import open_artifact
 from quant.artifact.layout import dequantize, fake_quantize_activations
 from quant.artifact.scheme import preset
+from quant.artifact.summary import inspect
 from quant.capture import Stream, make_batches
 from quant.held_out import hold_out, sample_inputs
 from quant.methods.auto import output_error
@@ -41,6 +43,9 @@ def test_the_best_on_unseen_windows_is_taken_and_recorded(
         assert f"auto chose {best}" in manifest.modules[module.module].reason
         assert manifest.modules[module.module].method == module.method
     assert any(name == "auto chose" for name, _ in facts(report))
+    counted = dict(inspect(open_artifact(tmp_path / "art")).modules_by_method)
+    assert counted.pop("none") == 1  # the head
+    assert counted == Counter(m.method for m in report.quantized)
     data = json.loads(json.dumps(report.to_json()))
     choices = facts_of({**data, "runtime_serves": True})["choices"]
     assert sum(choice["chosen"] for choice in choices) == len(report.quantized)

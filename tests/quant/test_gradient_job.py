@@ -17,6 +17,7 @@ from quant.estimate import estimate
 from quant.pipeline import run
 from quant.plan import make_plan
 from quant.recipe import Recipe
+from quant.report_render import facts
 from quant.source import open_source
 from tests.conftest import FAMILIES
 from tests.quant.test_pipeline import probe_difference, reconstructed
@@ -101,9 +102,16 @@ def test_offsets_smoothing_rtn_and_an_fp8_cache_go_together(
     assert len(errors) == len(report.quantized)
     assert all(after <= before for before, after in errors)
     assert any(after < before for before, after in errors)
+    assert any(name == "gradient" and "windows kept apart" in text for name, text in facts(report))
     assert any("into input_layernorm" in m.smoothing for m in report.quantized)
     artifact = open_artifact(tmp_path / "art", verify="full")
     assert "model.layers.0.self_attn.k_scale" in artifact.reader.names
+
+
+def test_it_may_begin_from_what_auto_chose(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    text = f"{W3}method: gradient\ngradient: {{steps: 4, tokens: 80, rate: 0.01, start: auto}}\n"
+    report = make(tiny_model(), tmp_path / "art", text)
+    assert all(m.candidates and m.layer_error for m in report.quantized)
 
 
 def test_where_no_step_helps_the_start_stays(
