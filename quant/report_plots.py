@@ -268,8 +268,9 @@ def _map(grid: Grid, title: Callable[[float], str], **colours: Any) -> str:
             side.set_visible(False)
 
     svg = _svg(draw, 0.24 * len(kinds), kinds)
+    # A kind may be missing in some layers (experts beside dense layers): no value to name there.
     titles = [
-        f"{kind}, layer {layer}: {title(value)}"
+        f"{kind}, layer {layer}: {'none' if math.isnan(value) else title(value)}"
         for kind, row in zip(kinds, cells, strict=True)
         for layer, value in zip(layers, row, strict=True)
     ]

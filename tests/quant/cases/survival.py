@@ -202,6 +202,8 @@ def fork_run(arguments: list[str], output: str, slowly: bool, limit: int | None)
         file = os.open(output, os.O_RDWR | os.O_CREAT)
         for descriptor in (1, 2):
             os.dup2(file, descriptor)
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         run_command(arguments, slowly)
