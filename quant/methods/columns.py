@@ -67,15 +67,53 @@ def sweep_halves(
 ) -> tuple[Tensor, Tensor]:
     """`sweep_reference` but for rounding: the second half sees the first by one matrix product, so
     that few columns at a time are in use and stay in the processor's caches."""
+    codes, pushed = torch.empty_like(block), torch.empty_like(block)
+    _sweep_into(codes, pushed, block, local, groups, grid, present)
+    return codes, pushed
+
+
+def _sweep_into(
+    codes: Tensor,
+    pushed: Tensor,
+    block: Tensor,
+    local: Tensor,
+    groups: Tensor,
+    grid: Grid,
+    present: Tensor | None,
+) -> None:
+    """`sweep_halves` with its results in `codes` and `pushed`."""
     if len(block) <= _FEW:
-        return sweep_reference(block, local, groups, grid, present)
+        _sweep_few(codes, pushed, block, local, groups, grid, present)
+        return
     half = (len(block) + 1) // 2
     one, two = slice(half), slice(half, None)
     first, second = (None, None) if present is None else (present[one], present[two])
-    codes, pushed = sweep_halves(block[one], local[one, one], groups[one], grid, first)
-    block[two].addmm_(local[one, two].T, pushed, alpha=-1)
-    more, also = sweep_halves(block[two], local[two, two], groups[two], grid, second)
-    return torch.cat((codes, more)), torch.cat((pushed, also))
+    _sweep_into(codes[one], pushed[one], block[one], local[one, one], groups[one], grid, first)
+    block[two].addmm_(local[one, two].T, pushed[one], alpha=-1)
+    _sweep_into(codes[two], pushed[two], block[two], local[two, two], groups[two], grid, second)
+
+
+def _sweep_few(
+    codes: Tensor,
+    pushed: Tensor,
+    block: Tensor,
+    local: Tensor,
+    groups: Tensor,
+    grid: Grid,
+    present: Tensor | None,
+) -> None:
+    """`sweep_reference`, the same arithmetic in fewer passes and no new memory but the values'."""
+    for i, group in enumerate(groups.tolist()):
+        code, change, left, own = codes[i], pushed[i], block[i], local[i, i]
+        if present is None:
+            found, value = grid.nearest(left, group)
+            torch.sub(left, value, out=change).div_(own)
+        else:
+            found, value = grid.nearest((left / own).add_(present[i]), group)
+            torch.sub(value, present[i], out=change)
+        code.copy_(found)
+        if i + 1 < len(block):
+            block[i + 1 :].addr_(local[i, i + 1 :], change, alpha=-1)
 
 
 def sweep_reference(

@@ -21,8 +21,8 @@ from quant.artifact.scheme import WeightScheme
 # 7.5, which no int4 code reaches; 7.5 / 7 is the scale that reaches it. Below 1: clipping.
 SHRINK_FACTORS = tuple(1.10 - 0.02 * i for i in range(31))
 
-# Values that a CPU searches at once: what is read 31 times stays in its caches.
-_SEARCHED_AT_ONCE = 1 << 17
+# Values that a CPU searches at once: they and the three tensors made of them stay in its caches.
+_SEARCHED_AT_ONCE = 1 << 16
 
 
 def encode(
@@ -32,11 +32,11 @@ def encode(
     low, high = code_range(scheme)
     shifted = weight / scale.float()
     if zero_point is not None:
-        shifted = shifted + zero_point.float()
-    clamped = shifted.clamp(low, high)
+        shifted += zero_point.float()
+    clamped = shifted.clamp_(low, high)
     if scheme.kind == "float":
         return clamped.to(FP8).float()
-    return clamped.round()
+    return clamped.round_()
 
 
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
@@ -45,7 +45,9 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     The product is rounded to the scale's dtype, as `layout.dequantize` does.
     """
     shifted = codes if zero_point is None else codes - zero_point.float()
-    return (shifted.to(scale.dtype) * scale).float()
+    if scale.dtype == torch.float32:
+        return shifted * scale
+    return shifted.to(scale.dtype).mul_(scale).float()
 
 
 def store_codes(codes: Tensor, scheme: WeightScheme) -> Tensor:
@@ -77,19 +79,29 @@ def search_scales(
     The weighting is that of "activation-aware" scale search (e.g. llama.cpp's importance matrix);
     the grid is ours.
     """
-    at_once = max(1, _SEARCHED_AT_ONCE // weight.shape[1])
-    if not weight.is_cuda and len(weight) > at_once:
-        parts = [
-            search_scales(rows, scheme, scale_dtype, importance, factors=factors)
-            for rows in torch.split(weight, at_once)
-        ]
-        zeros = [zero for _, zero in parts if zero is not None]
-        return torch.cat([scale for scale, _ in parts]), torch.cat(zeros) if zeros else None
-    scale, zero_point = min_max_qparams(weight, scheme, scale_dtype)
-    best = _group_error(weight, scale, zero_point, scheme, importance)
     low, high = _extremes(weight, scheme)
-    for factor in factors:
-        trial, trial_zero = _qparams(low * factor, high * factor, scheme, scale_dtype)
+    trials = [min_max_qparams(weight, scheme, scale_dtype)]
+    trials += [_qparams(low * factor, high * factor, scheme, scale_dtype) for factor in factors]
+    at_once = len(weight) if weight.is_cuda else max(1, _SEARCHED_AT_ONCE // weight.shape[1])
+    parts = []
+    for start in range(0, len(weight), at_once):
+        rows = slice(start, start + at_once)
+        own = [(scale[rows], None if zero is None else zero[rows]) for scale, zero in trials]
+        parts.append(_least_error(weight[rows], own, scheme, importance))
+    zeros = [zero for _, zero in parts if zero is not None]
+    return torch.cat([scale for scale, _ in parts]), torch.cat(zeros) if zeros else None
+
+
+def _least_error(
+    weight: Tensor,
+    trials: Sequence[tuple[Tensor, Tensor | None]],
+    scheme: WeightScheme,
+    importance: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Of each group the first of `trials`, scales and zero points [O, G], with the least error."""
+    scale, zero_point = trials[0]
+    best = _group_error(weight, scale, zero_point, scheme, importance)
+    for trial, trial_zero in trials[1:]:
         error = _group_error(weight, trial, trial_zero, scheme, importance)
         better = error < best
         best = torch.where(better, error, best)
@@ -144,10 +156,10 @@ def _group_error(
     groups = grouped(weight, scheme)
     zero = None if zero_point is None else zero_point[..., None]
     codes = encode(groups, scale[..., None], zero, scheme)
-    error = decode(codes, scale[..., None], zero) - groups
+    error = decode(codes, scale[..., None], zero).sub_(groups)
     if importance is None:
-        return error.square().sum(-1)
+        return error.square_().sum(-1)
     if importance.ndim == 3:
         by_group = error.transpose(0, 1)
-        return ((by_group @ importance) * by_group).sum(-1).T
-    return (error.square() * importance.reshape(1, groups.shape[1], -1)).sum(-1)
+        return (by_group @ importance).mul_(by_group).sum(-1).T
+    return error.square_().mul_(importance.reshape(1, groups.shape[1], -1)).sum(-1)
