@@ -51,8 +51,11 @@ from benchmarks.quantize_parts import (
 from quant.artifact.durable import write_file, write_safetensors
 from quant.calibration import windows_from_token_lists
 from quant.checkpoint import Source
-from quant.pipeline import run
-from quant.plan import make_plan
+from quant.estimate import estimate
+from quant.machine import is_gpu, measured_speed
+from quant.peak_memory import Workload
+from quant.pipeline import run, tokens_at_once
+from quant.plan import Plan, make_plan
 from quant.random_model import SHAPES, RandomModel
 from quant.recipe import Recipe
 from quant.report import RunReport
@@ -108,11 +111,17 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             windows = [window[:tokens] for window in windows[:count]]
         else:
             windows = random_windows(int(source.config["vocab_size"]), count, tokens)
+        expected = predicted(
+            source, windows, Recipe.parse(recipe_text(args), "quantize_speed"), args.device
+        )
         with Recorder(state, args.device) as recorder, timed_drawing(source, recorder.part):
             report = quantize(source, windows, state / "artifact", args, recorder)
         parts = parts_in(state)
         common = row_common(source, windows, report, args)
-        common["extra"] |= {"opening_s": opening, "parts": [asdict(part) for part in parts]}
+        common["extra"] |= expected | {
+            "opening_s": opening,
+            "parts": [asdict(part) for part in parts],
+        }
     yield from figures(Part.whole(parts), report, common, source.num_layers, args)
 
 
@@ -168,13 +177,37 @@ def quantize(
 ) -> RunReport:
     """Make the artifact at `out`, or go on with it."""
     recipe = Recipe.parse(recipe_text(args), "quantize_speed")
-    plan = make_plan(
-        recipe, source.module_shapes, source.num_layers, source.config,
-        source_dtype=str(source.dtype).removeprefix("torch."), is_tied=source.skeleton.is_tied,
-    )  # fmt: skip
+    plan = plan_of(source, recipe)
     calibration = windows_from_token_lists(windows)
     progress = LimitedProgress(recorder, args.seconds_at_most)
     return run(source, plan, recipe, calibration, out, device=args.device, progress=progress)
+
+
+def plan_of(source: Source, recipe: Recipe) -> Plan:
+    """`recipe` applied to the model."""
+    return make_plan(
+        recipe, source.module_shapes, source.num_layers, source.config,
+        source_dtype=str(source.dtype).removeprefix("torch."), is_tied=source.skeleton.is_tied,
+    )  # fmt: skip
+
+
+def predicted(
+    source: Source, windows: list[list[int]], recipe: Recipe, device: str
+) -> dict[str, float]:
+    """What `plan` says such a run takes, before it."""
+    plan = plan_of(source, recipe)
+    work = Workload(
+        tokens=sum(map(len, windows)), window_tokens=max(map(len, windows)),
+        batch_tokens=tokens_at_once(recipe, plan, device), is_gpu=is_gpu(device),
+    )  # fmt: skip
+    cost = estimate(plan, work, measured_speed(device))
+    assert cost.seconds is not None
+    return {
+        "predicted_s": cost.seconds,
+        "predicted_host_gb": cost.host_bytes / 1e9,
+        "predicted_gpu_gb": cost.gpu_bytes / 1e9,
+        "predicted_disk_gb": cost.disk_bytes / 1e9,
+    }
 
 
 def row_common(
@@ -229,7 +262,10 @@ def prove(args: argparse.Namespace) -> int:
 
 def record(row: dict[str, Any], out: Path) -> None:
     """One line more in the results."""
-    progress(f"  {row['shape']} {row['metric']} {row['value']:.5g}")
+    names = {"seconds": "s", "host_peak_gb": "host_gb", "gpu_peak_gb": "gpu_gb"}
+    before = row["extra"].get(f"predicted_{names.get(row['metric'])}")
+    said = "" if before is None else f" (predicted {before:.5g})"
+    progress(f"  {row['shape']} {row['metric']} {row['value']:.5g}{said}")
     with out.open("a", encoding="utf-8") as file:
         file.write(json.dumps({**row, "repeats": [row["value"]]}) + "\n")
 

@@ -30,13 +30,21 @@ from quant.errors import CalibrationError, PipelineError, QuantError, RecipeErro
 from quant.estimate import Estimate, estimate
 from quant.foreign import QuantizedSource, is_quantized
 from quant.foreign_convert import convert, foreign_plan
-from quant.machine import check_device, free_disk_bytes, free_memory_bytes, measured_flops
+from quant.machine import (
+    check_device,
+    free_disk_bytes,
+    free_gpu_bytes,
+    free_memory_bytes,
+    is_gpu,
+    measured_speed,
+)
 from quant.mixed import choose_plan
 from quant.mixed_ask import check_keys, draw_windows, make_gate, notes_of, plans_to_build
 from quant.mixed_build import MixedJob, check_recipe_path, mixed_folder, survey_source
 from quant.mixed_plan import Planner, Space, guess_plan
 from quant.parallel import Ranks, Single
-from quant.pipeline import Progress, check_smoothing, run
+from quant.peak_memory import Workload
+from quant.pipeline import Progress, check_smoothing, run, tokens_at_once
 from quant.plan import Plan, make_plan
 from quant.plan_table import size
 from quant.provenance import is_made_by, job_identity
@@ -163,13 +171,15 @@ def prepare(
     tokens = loaded.calibration.samples * loaded.calibration.max_tokens
     tokens += loaded.calibration.kv_samples * longest_text(loaded, source)
     tokens = tokens if plan.needs_calibration else 0
-    cost = estimate(
-        plan,
+    work = Workload(
         tokens=-(-tokens // ranks.size),
-        batch_tokens=loaded.calibration.batch_tokens,
-        flops_per_s=measured_flops(device),
-        opening_s=opening_s,
+        window_tokens=loaded.calibration.max_tokens,
+        batch_tokens=tokens_at_once(loaded, plan, device),
+        is_gpu=is_gpu(device),
+        free_gpu_bytes=free_gpu_bytes(device, memory.gpu_bytes) if is_gpu(device) else None,
+        free_host_bytes=free_memory_bytes(memory.host_bytes),
     )
+    cost = estimate(plan, work, measured_speed(device), opening_s=opening_s)
     target = Path(f"{_model_name(source)}-{loaded.name}") if out is None else Path(out)
     return Job(
         source=source,
@@ -182,7 +192,7 @@ def prepare(
         device=device,
         ranks=ranks,
         notes=(
-            *_notes(plan, files, cost, ranks.size),
+            *_notes(plan, files, cost, ranks.size, work.free_gpu_bytes),
             *_source_notes(source),
             *notes_of(loaded, space, gate),
         ),
@@ -380,7 +390,7 @@ def check_out(job: Job, *, overwrite: bool) -> None:
 def _bytes_to_write(job: Job) -> int:
     """Of the artifact; under a budget, of every plan that is built."""
     plans = 1 if job.space is None else plans_to_build(job.recipe, job.gate)
-    return job.cost.artifact_bytes * plans
+    return job.cost.artifact_bytes * plans + job.cost.spilled_bytes
 
 
 def load_recipe(recipe: PathLike, overrides: Mapping[str, Any]) -> Recipe:
@@ -471,7 +481,9 @@ def _model_name(source: Source) -> str:
     return f"{name}-{source.merged.name}" if source.merged else name
 
 
-def _notes(plan: Plan, calib: Sequence[Path], cost: Estimate, ranks: int) -> Iterator[str]:
+def _notes(
+    plan: Plan, calib: Sequence[Path], cost: Estimate, ranks: int, gpu_bytes: int | None
+) -> Iterator[str]:
     if ranks > 1:
         yield f"{ranks} ranks share the calibration windows; memory and time are of each"
     if calib and not plan.needs_calibration:
@@ -482,9 +494,20 @@ def _notes(plan: Plan, calib: Sequence[Path], cost: Estimate, ranks: int) -> Ite
         yield "smoothing: norms, v_proj and up_proj take over scales that are searched first"
     if plan.dtype == "float32" and any(row.method != "none" for row in plan.rows):
         yield "dense parts and scales stay float32; --dtype bfloat16 halves them"
-    needed = cost.peak_memory_bytes * ranks
-    if (free := free_memory_bytes()) < needed:
-        yield (
-            f"about {needed / 1e9:.1f} GB of memory are needed and "
-            f"{free / 1e9:.1f} GB are free; use fewer --samples or shorter --max-tokens"
-        )
+    yield from _memory_notes(cost, ranks, gpu_bytes)
+
+
+def _memory_notes(cost: Estimate, ranks: int, gpu_bytes: int | None) -> Iterator[str]:
+    """What is short; gpu_bytes: what is free of the GPU's memory, None without one."""
+    needed = cost.host_bytes * ranks
+    wanted = [("memory", needed, free_memory_bytes())]
+    if gpu_bytes is not None:
+        wanted.append(("GPU memory", cost.gpu_bytes, gpu_bytes))
+    for what, needed, free in wanted:
+        if free < needed:
+            yield (
+                f"about {needed / 1e9:.1f} GB of {what} are needed and {free / 1e9:.1f} GB are "
+                "free; use fewer --samples or shorter --max-tokens"
+            )
+    if cost.spilled_bytes:
+        yield f"hidden states go to a file of {size(cost.spilled_bytes)} while the run lasts"

@@ -95,10 +95,12 @@ Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse group sizes that do not divide a module's columns.")
 ]
 Samples = Annotated[
-    int | None, typer.Option(help="Calibration windows.", rich_help_panel="Over the recipe")
+    int | None,
+    typer.Option(min=1, help="Calibration windows.", rich_help_panel="Over the recipe"),
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option(help="Tokens per window.", rich_help_panel="Over the recipe")
+    int | None,
+    typer.Option(min=1, help="Tokens per window.", rich_help_panel="Over the recipe"),
 ]
 Seed = Annotated[
     int | None,

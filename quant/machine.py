@@ -5,28 +5,66 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import torch
 
 from quant.errors import PipelineError
+from quant.run_time import H200, Speed
 
-_SIZE = 1024
+# Side of the matrices that are multiplied, by kind of device; values of an elementwise pass.
+_SIZES = {"cpu": 1024, "cuda": 4096}
+_VALUES = 1 << 22
 _MIN_SECONDS = 0.05
+# What an H200 reaches in such products: the speeds of a run (`run_time.H200`) grow with them.
+_H200_BFLOAT16, _H200_FLOAT32 = 700e12, 50e12
+# GPTQ's passes over each weight, as if all were one elementwise pass.
+_GPTQ_PASSES = 6000
+# Weights in and out. Measured with a 135 M GGUF on a shared 2-core machine.
+_CPU_MOVED_BYTES_PER_S = 125e6
 
 
-def measured_flops(device: str) -> float:
-    """Floating-point operations per second of a float32 matrix product on `device`."""
-    matrix = torch.ones(_SIZE, _SIZE, device=device)
-    matrix @ matrix  # the first product also pays for start-up
+def measured_speed(device: str) -> Speed:
+    """What `device` reaches in a run, by products (and on a CPU elementwise work) of under 1 s."""
+    float32 = measured_flops(device)
+    if is_gpu(device):
+        half = measured_flops(device, torch.bfloat16)
+        return replace(
+            H200,
+            layer_flops=H200.layer_flops * half / _H200_BFLOAT16,
+            float32_flops=H200.float32_flops * float32 / _H200_FLOAT32,
+        )
+    return Speed(
+        layer_flops=float32, float32_flops=float32, weight_s=_GPTQ_PASSES / _values_per_s(),
+        column_s=1e-3, layer_s=0.05, moved_bytes_per_s=_CPU_MOVED_BYTES_PER_S, start_s=0.0,
+    )  # fmt: skip
+
+
+def measured_flops(device: str, dtype: torch.dtype = torch.float32) -> float:
+    """Floating-point operations per second of a matrix product on `device`."""
+    size = _SIZES[torch.device(device).type]
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    return 2 * size**3 * _calls_per_s(lambda: matrix @ matrix, device)
+
+
+def _values_per_s() -> float:
+    """Float32 values that one elementwise pass changes in a second on the CPU."""
+    values = torch.ones(_VALUES)
+    return _VALUES * _calls_per_s(lambda: values.mul_(1.0), "cpu")
+
+
+def _calls_per_s(call: Callable[[], object], device: str) -> float:
+    call()  # the first also pays for start-up
     _wait(device)
-    products, started = 0, time.perf_counter()
+    calls, started = 0, time.perf_counter()
     while (seconds := time.perf_counter() - started) < _MIN_SECONDS:
-        matrix @ matrix
+        call()
         _wait(device)
-        products += 1
-    return 2 * _SIZE**3 * products / seconds
+        calls += 1
+    return calls / seconds
 
 
 def check_device(device: str) -> None:
@@ -44,8 +82,13 @@ def check_device(device: str) -> None:
         ) from error
 
 
+def is_gpu(device: str) -> bool:
+    """Whether a device's name is a GPU's."""
+    return torch.device(device).type == "cuda"
+
+
 def _wait(device: str) -> None:
-    if torch.device(device).type == "cuda":
+    if is_gpu(device):
         torch.cuda.synchronize(device)
 
 

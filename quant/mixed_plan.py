@@ -24,9 +24,9 @@ from quant.artifact.dialect import fused_group
 from quant.artifact.scheme import Scheme
 from quant.budget import LAST_RESORT, Budget, default_candidates, known_labels
 from quant.errors import PlanError
-from quant.estimate import DTYPE_BYTES, row_bytes
 from quant.plan import Plan, PlanRow, general_name
 from quant.recipe import HEAD, Recipe
+from quant.stored_size import DTYPE_BYTES, row_bytes
 
 MIXED_KEYS = ("budget", "max_kl", "candidates", "mixed")
 Planner = Callable[[Recipe], Plan]

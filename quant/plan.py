@@ -93,6 +93,8 @@ class Plan:
     gptq_target: str = "layer"
     gradient_steps: int = 0
     gradient_tokens: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
     overrides: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -166,6 +168,8 @@ def make_plan(
         gptq_target=_gptq_target(recipe, rows, _architecture(config)),
         gradient_steps=recipe.gradient.steps if learned else 0,
         gradient_tokens=recipe.gradient.tokens if learned else 0,
+        num_heads=int(text.get("num_attention_heads", 0)),
+        num_kv_heads=int(text.get("num_key_value_heads") or text.get("num_attention_heads", 0)),
         overrides=tuple(rule.match for rule in recipe.overrides),
         warnings=tuple(_warnings(rows, recipe)),
     )

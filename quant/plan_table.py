@@ -13,8 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from quant.estimate import Estimate, row_bytes
+from quant.estimate import Estimate
 from quant.plan import Plan, PlanRow, general_name, layer_ranges
+from quant.stored_size import row_bytes
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -161,13 +162,20 @@ def _totals(plan: Plan, cost: Estimate, tokens: int, gguf_bytes: int | None) -> 
     grid.add_row("size", _size_line(plan, cost, gguf_bytes))
     if tokens:
         grid.add_row("calibration", f"at most {tokens:,} tokens")
-    memory = f"about {size(cost.peak_memory_bytes)} at the peak, one layer at a time"
-    grid.add_row("memory", memory)
-    grid.add_row("disk", f"{size(cost.artifact_bytes)} for the artifact, written as layers finish")
+    grid.add_row("memory", f"about {size(cost.host_bytes)} at the peak, one layer at a time")
+    if cost.gpu_bytes:
+        grid.add_row("GPU memory", f"about {size(cost.gpu_bytes)} at the peak")
+    grid.add_row("disk", _disk_line(cost))
     if cost.seconds is not None:
         about = "" if cost.seconds < 1 else "about "
         grid.add_row("time", f"{about}{duration(cost.seconds)} on this machine")
     return grid
+
+
+def _disk_line(cost: Estimate) -> str:
+    spilled = f" and {size(cost.spilled_bytes)} for hidden states until the end"
+    said = f"{size(cost.artifact_bytes)} for the artifact, written as layers finish"
+    return said + (spilled if cost.spilled_bytes else "")
 
 
 def _weights_line(plan: Plan, cost: Estimate) -> str:

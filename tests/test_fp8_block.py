@@ -26,12 +26,12 @@ from quant.artifact.layout import (
 )
 from quant.artifact.scheme import PRESETS, ActivationScheme, Scheme, WeightScheme
 from quant.errors import PlanError, RecipeError
-from quant.estimate import row_bytes
 from quant.methods.gptq import GPTQSettings, gptq, relative_output_error
 from quant.methods.rtn import rtn
 from quant.plan import PlanRow
 from quant.recipe import Recipe
 from quant.source import open_source
+from quant.stored_size import row_bytes
 from runtime.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.score import ScoreItem

@@ -24,6 +24,7 @@ from quant.calibration import windows_from_token_lists
 from quant.errors import PlanError, QuantError
 from quant.estimate import estimate
 from quant.expert_job import token_floor
+from quant.peak_memory import Workload
 from quant.pipeline import run
 from quant.plan import Plan, make_plan
 from quant.plan_table import render_plan
@@ -223,7 +224,7 @@ def test_plans_join_experts_and_say_where_the_artifact_runs(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     made = plan(tiny_model("qwen3_moe"), RECIPES["w4a16"])
-    cost = estimate(made, tokens=100, batch_tokens=100, flops_per_s=1e9)
+    cost = estimate(made, Workload(tokens=100, window_tokens=100, batch_tokens=100))
     out = io.StringIO()
     Console(file=out, width=100).print(render_plan(made, cost, tokens=100))
     text = out.getvalue()

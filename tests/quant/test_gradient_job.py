@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM
 from quant.artifact.artifact import open_artifact
 from quant.errors import RecipeError
 from quant.estimate import estimate
+from quant.peak_memory import Workload
 from quant.pipeline import run
 from quant.plan import make_plan
 from quant.recipe import Recipe
 from quant.report_render import facts
+from quant.run_time import H200
 from quant.source import open_source
 from tests.conftest import FAMILIES
 from tests.quant.test_pipeline import probe_difference, reconstructed
@@ -207,8 +209,9 @@ def test_the_plan_says_that_it_takes_longer(tiny_model: Callable[..., Path]) -> 
     for text in ("method: gptq\n", QUICK, QUICK.replace("12", "120")):
         recipe = Recipe.parse(W3 + text)
         plan = make_plan(recipe, source.module_shapes, source.num_layers, source.config)
-        cost = estimate(plan, tokens=4000, batch_tokens=1000, flops_per_s=1e9)
+        work = Workload(tokens=4000, window_tokens=1000, batch_tokens=1000)
+        cost = estimate(plan, work, H200)
         seconds.append(cost.seconds)
-        memory.append(cost.peak_memory_bytes)
+        memory.append(cost.host_bytes)
     assert seconds[0] < seconds[1] < seconds[2]
     assert memory[0] < memory[1] == memory[2]

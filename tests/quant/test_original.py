@@ -18,10 +18,12 @@ from quant.capture import Stream, make_batches
 from quant.errors import PlanError
 from quant.estimate import estimate
 from quant.original import Beside, collect
+from quant.peak_memory import Workload
 from quant.pipeline import Silent, run
 from quant.plan import make_plan
 from quant.recipe import Recipe
 from quant.report import RunReport
+from quant.run_time import H200
 from quant.source import open_source
 from tests.quant.test_pipeline import reconstructed
 
@@ -174,7 +176,8 @@ def test_the_estimate_counts_the_second_stream(tiny_model: Callable[..., Path]) 
     for target in ("layer", "original"):
         recipe = Recipe.parse(W4.replace("TARGET", target))
         plan = make_plan(recipe, source.module_shapes, source.num_layers, source.config)
-        costs[target] = estimate(plan, tokens=10**6, batch_tokens=4096, flops_per_s=1e9)
-    more = costs["original"].peak_memory_bytes - costs["layer"].peak_memory_bytes
-    assert more > 4 * 10**6 * 64  # float32 hidden states
+        work = Workload(tokens=10**8, window_tokens=4096, batch_tokens=4096)
+        costs[target] = estimate(plan, work, H200)
+    more = costs["original"].host_bytes - costs["layer"].host_bytes
+    assert more > 4 * 10**8 * 64  # float32 hidden states
     assert costs["original"].seconds > 1.2 * costs["layer"].seconds

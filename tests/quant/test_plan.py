@@ -14,10 +14,13 @@ from rich.console import Console
 
 from quant.artifact.scheme import GROUP_SIZES, PRESETS, with_group_size
 from quant.errors import AlreadyQuantizedError, PlanError, UnsupportedModelError
-from quant.estimate import estimate, row_bytes
+from quant.estimate import estimate
+from quant.peak_memory import Workload
 from quant.plan import Plan, fit_group_size, general_name, join_layers, make_plan
 from quant.plan_table import duration, render_plan, size
 from quant.recipe import Recipe
+from quant.run_time import H200
+from quant.stored_size import row_bytes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,6 +49,10 @@ def plan(text: str = GOOD, *, strict: bool = False, **config: Any) -> Plan:
     return make_plan(recipe, shapes(), 12, {**CONFIG, **config}, strict=strict)
 
 
+def work(tokens: int) -> Workload:
+    return Workload(tokens=tokens, window_tokens=100, batch_tokens=100)
+
+
 def fault(text: str = GOOD, **keywords: Any) -> str:
     with pytest.raises(PlanError) as caught:
         plan(text, **keywords)
@@ -54,7 +61,7 @@ def fault(text: str = GOOD, **keywords: Any) -> str:
 
 def printed(made: Plan, width: int = 100, **keywords: Any) -> str:
     out = io.StringIO()
-    cost = estimate(made, tokens=1000, batch_tokens=100, flops_per_s=1e9)
+    cost = estimate(made, work(1000), H200)
     Console(file=out, width=width).print(render_plan(made, cost, tokens=1000, **keywords))
     return out.getvalue()
 
@@ -179,16 +186,12 @@ def test_row_bytes_count_codes_scales_and_zero_points() -> None:
 
 
 def test_estimates_grow_with_tokens_and_shrink_with_bits() -> None:
-    few, many = (
-        estimate(plan(), tokens=n, batch_tokens=100, flops_per_s=1e9) for n in (1000, 100_000)
-    )
+    few, many = (estimate(plan(), work(n), H200) for n in (10**6, 10**8))
     assert few.seconds is not None
     assert many.seconds is not None
     assert many.seconds > few.seconds
-    assert many.peak_memory_bytes > few.peak_memory_bytes
-    eight = estimate(
-        plan("scheme: w8a8\nmethod: rtn\n"), tokens=0, batch_tokens=1, flops_per_s=None
-    )
+    assert many.host_bytes > few.host_bytes
+    eight = estimate(plan("scheme: w8a8\nmethod: rtn\n"), work(0))
     assert few.artifact_bytes < eight.artifact_bytes < eight.source_bytes
     assert 4 < few.quantized_bits < 5
     assert eight.seconds is None
@@ -199,13 +202,14 @@ def test_estimated_time_includes_loading_the_source_and_the_embedding() -> None:
     text = "scheme: w8a8\nmethod: rtn\n"
 
     def seconds(made: Plan, opening_s: float) -> float:
-        found = estimate(made, tokens=0, batch_tokens=1, flops_per_s=1e9, opening_s=opening_s)
+        found = estimate(made, work(0), H200, opening_s=opening_s)
         assert found.seconds is not None
         return found.seconds
 
     assert seconds(plan(text), 12) == pytest.approx(12 + seconds(plan(text), 0))
     large = seconds(plan(text, vocab_size=300_000), 0) - seconds(plan(text, vocab_size=0), 0)
-    assert large == pytest.approx(2 * 2 * 300_000 * 96 * 2 / 125e6), "read twice, moved twice"
+    moved = 2 * 300_000 * 96 * (2 + 2)
+    assert large == pytest.approx(moved / H200.moved_bytes_per_s), "read twice, written, read back"
 
 
 def test_the_printed_plan_shows_fallbacks_before_anything_is_spent() -> None:
