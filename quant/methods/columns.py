@@ -43,13 +43,17 @@ class Grid:
         found = torch.zeros_like(columns) if size is None else columns // size
         return found.to(torch.int32)
 
-    def nearest(self, values: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        """Codes of `values` [O] in that group, and what they reconstruct to; float32."""
+    def nearest(
+        self, values: Tensor, group: int, *, has_zeros: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Codes of `values` [O] in that group, and what they reconstruct to; float32. has_zeros:
+        False where the caller knows that no group is_zero."""
         scale, zero = self.scale[group], None
         if self.zero_point is not None:
             zero = self.zero_point[group]
         codes = encode(values, scale, zero, self.scheme)
-        codes = torch.where(self.is_zero[group], 0.0 if zero is None else zero.float(), codes)
+        if has_zeros:
+            codes = torch.where(self.is_zero[group], 0.0 if zero is None else zero.float(), codes)
         return codes, decode(codes, scale, zero)
 
     def values(self, codes: Tensor) -> Tensor:
@@ -103,13 +107,15 @@ def _sweep_few(
     present: Tensor | None,
 ) -> None:
     """`sweep_reference`, the same arithmetic in fewer passes and no new memory but the values'."""
+    has_zeros = bool(grid.is_zero.any())
     for i, group in enumerate(groups.tolist()):
         code, change, left, own = codes[i], pushed[i], block[i], local[i, i]
         if present is None:
-            found, value = grid.nearest(left, group)
+            found, value = grid.nearest(left, group, has_zeros=has_zeros)
             torch.sub(left, value, out=change).div_(own)
         else:
-            found, value = grid.nearest((left / own).add_(present[i]), group)
+            target = (left / own).add_(present[i])
+            found, value = grid.nearest(target, group, has_zeros=has_zeros)
             torch.sub(value, present[i], out=change)
         code.copy_(found)
         if i + 1 < len(block):
