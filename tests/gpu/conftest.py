@@ -24,6 +24,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "w8a16": {"scheme": "w8a16", "group_size": "channel", "method": "rtn"},
     "w8a8": {"scheme": "w8a8", "method": "rtn"},
     "fp8": {"scheme": "fp8", "method": "rtn"},
+    "kv-fp8-head": {"scheme": "dense", "method": "none", "kv_cache": "fp8-head"},
+    "kv-fp8-kept": {
+        "scheme": "dense",
+        "method": "none",
+        "kv_cache": "fp8",
+        "kv_skip_layers": [1, 16, 18, 19, 20, 23],
+    },
 }
 
 
@@ -63,7 +70,10 @@ def smol(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
             folder = tmp_path_factory.mktemp(f"smol-{name}")
             recipe = folder / "recipe.yaml"
             recipe.write_text(json.dumps(RECIPES[name]), encoding="utf-8")
-            made[name] = quantize(str(smollm2_gguf), recipe, out=folder / "art", device=DEVICE)
+            calib = REPO / "calib_data" / "contracts.jsonl" if "kv_cache" in RECIPES[name] else None
+            made[name] = quantize(
+                str(smollm2_gguf), recipe, calib, out=folder / "art", device=DEVICE
+            )
         return made[name]
 
     return make

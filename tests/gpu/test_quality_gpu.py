@@ -103,18 +103,27 @@ def test_quantized_inputs_lose_as_much_as_on_the_cpu(
     assert ours.kl_mean == pytest.approx(expected.kl_mean, rel=0.10)
 
 
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("dense", "fp8"), ("kv-fp8-head", "auto"), ("kv-fp8-kept", "auto")]
+)
 def test_fp8_kv_loses_as_much_as_on_the_cpu(
     engine_of: MakeEngine,
     float32_reference: Reference,
     windows: Sequence[Window],
     tell: Callable[[str], None],
+    name: str,
+    kv_dtype: str,
 ) -> None:
-    """bfloat16 by itself costs something too, which is taken off."""
+    """bfloat16 by itself costs something too, which is taken off. Scales of 1.0, calibrated ones of
+    each head, and a cache that keeps some layers in bfloat16."""
     plain = agreement(engine_of("dense"), float32_reference, windows)
-    ours = agreement(engine_of("dense", kv_cache_dtype="fp8"), float32_reference, windows)
-    cpu = engine_of("dense", device="cpu", kv_cache_dtype="fp8", kv_cache_memory_bytes=256 * 2**20)
+    ours = agreement(engine_of(name, kv_cache_dtype=kv_dtype), float32_reference, windows)
+    cpu = engine_of(name, device="cpu", kv_cache_dtype=kv_dtype, kv_cache_memory_bytes=256 * 2**20)
     expected = agreement(cpu, float32_reference, windows)
-    tell(f"dense, KV fp8: GPU {ours}, of it bfloat16 {plain}; CPU {expected}")
+    between = agreement(
+        engine_of(name, kv_cache_dtype=kv_dtype), lambda w: engine_logprobs(cpu, w), windows[::4]
+    )
+    tell(f"{name}, KV fp8: GPU {ours}, of it bfloat16 {plain}; CPU {expected}; apart {between}")
     assert ours.kl_mean - plain.kl_mean == pytest.approx(expected.kl_mean, rel=0.10)
 
 
