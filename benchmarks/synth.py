@@ -40,7 +40,8 @@ from quant.artifact.shipped import resolve_input
 from quant.artifact.writer import ArtifactWriter
 from quant.errors import QuantError, RecipeError
 from quant.methods.rtn import rtn
-from quant.plan import Plan, PlanRow, make_plan
+from quant.plan import Plan, make_plan
+from quant.plan_rows import PlanRow
 from quant.provenance import kv_record
 from quant.random_model import EMBEDDING, PREFIX, SHAPES, RandomModel
 from quant.recipe import Recipe

@@ -48,7 +48,8 @@ from quant.pipeline import Progress, check_smoothing, run, tokens_at_once
 from quant.plan import Plan, make_plan
 from quant.plan_table import size
 from quant.provenance import is_made_by, job_identity
-from quant.recipe import CalibrationSettings, Recipe
+from quant.recipe import Recipe
+from quant.recipe_keys import CalibrationSettings
 from quant.report import RunReport, report_json, write_reports
 from quant.report_html import html_files
 from quant.report_render import model_card, report_markdown

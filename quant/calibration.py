@@ -24,7 +24,7 @@ import numpy as np
 from quant.calibration_rows import SHAPES, Row, RowCounts, read_rows
 from quant.coverage import Coverage, SourceCoverage, length_histogram, shared_prefix
 from quant.errors import CalibrationError
-from quant.recipe import CalibrationSettings
+from quant.recipe_keys import CalibrationSettings
 
 # A last window shorter than this share of max_tokens is dropped (and counted); whole short rows
 # are always kept.

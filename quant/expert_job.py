@@ -29,7 +29,7 @@ from quant.errors import NonFiniteError
 from quant.experts import Expert, Experts
 from quant.layer_job import MethodSettings, Run, choose_codes, install_all
 from quant.outcome import ModuleOutcome, dealt
-from quant.plan import PlanRow
+from quant.plan_rows import PlanRow
 
 # Below one in 200 of all tokens, or one token per 8 inputs, an expert counts as starved.
 SHARE_FLOOR, INPUTS_PER_TOKEN = 0.005, 8

@@ -16,17 +16,9 @@ from quant.foreign import QuantizedSource
 from quant.layer_job import stored_parts
 from quant.layer_store import LayerStore
 from quant.parallel import Single
-from quant.pipeline import (
-    Clock,
-    Job,
-    Progress,
-    Silent,
-    advance,
-    open_writer,
-    run_probe,
-    start_job,
-)
-from quant.plan import Plan, check_fused
+from quant.pipeline import Clock, Job, Progress, Silent, advance, open_writer, run_probe, start_job
+from quant.plan import Plan
+from quant.plan_checks import check_fused
 from quant.provenance import Describe, finish, job_identity, no_texts, stage_files
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport

@@ -24,7 +24,7 @@ from quant.layer_job import weight_error
 from quant.modelling import KVTap
 from quant.original import Beside
 from quant.outcome import ModuleOutcome
-from quant.plan import PlanRow
+from quant.plan_rows import PlanRow
 from quant.recipe import Recipe
 from quant.tune_layer import LayerParts, RunWithGradient, Tuned, TuneSettings, tune_layer
 

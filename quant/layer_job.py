@@ -37,7 +37,7 @@ from quant.methods.scales import revive_squares
 from quant.outcome import ModuleOutcome, can_cut, cut, dealt, stored_bytes
 from quant.outliers import input_outliers, weight_outliers
 from quant.parallel import Ranks
-from quant.plan import PlanRow
+from quant.plan_rows import PlanRow
 from quant.report import ModuleResult
 from quant.straight_through import straight_through
 

@@ -24,8 +24,10 @@ from quant.artifact.dialect import fused_group
 from quant.artifact.scheme import Scheme
 from quant.budget import LAST_RESORT, Budget, default_candidates, known_labels
 from quant.errors import PlanError
-from quant.plan import Plan, PlanRow, general_name
-from quant.recipe import HEAD, Recipe
+from quant.module_names import HEAD, general_name
+from quant.plan import Plan
+from quant.plan_rows import PlanRow
+from quant.recipe import Recipe
 from quant.stored_size import DTYPE_BYTES, row_bytes
 
 MIXED_KEYS = ("budget", "max_kl", "candidates", "mixed")

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from quant.capture import InputStatistics, Stream, check_finite, first_input, share_statistics
 from quant.layer_job import MethodSettings, quantize_modules
 from quant.outcome import ModuleOutcome
-from quant.plan import PlanRow
+from quant.plan_rows import PlanRow
 
 # l, as a fraction of the mean of H's diagonal. With a tenth of it the fixture's loss on other text
 # than the calibration's was a fifth higher, and on text like it a sixth (docs/LOG.md).

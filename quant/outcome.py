@@ -18,7 +18,7 @@ from torch import Tensor
 from quant.artifact.layout import QuantizedWeight, allowed_dtypes, tensor_shapes
 from quant.outliers import weight_outliers
 from quant.parallel import Part, Ranks, rows_of
-from quant.plan import PlanRow
+from quant.plan_rows import PlanRow
 from quant.report import ModuleResult
 
 Item = TypeVar("Item")

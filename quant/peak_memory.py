@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from quant.methods.gptq import CPU_VALUES, GPU_VALUES
 from quant.modelling import BFLOAT16_FROM
-from quant.plan import Plan, PlanRow
+from quant.plan import Plan
+from quant.plan_rows import PlanRow
 from quant.run_time import shared_inputs
 from quant.spill import SHARE
 from quant.stored_size import DTYPE_BYTES, weights_of

@@ -14,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from quant.estimate import Estimate
-from quant.plan import Plan, PlanRow, general_name, layer_ranges
+from quant.module_names import general_name, layer_ranges
+from quant.plan import Plan
+from quant.plan_rows import PlanRow
 from quant.stored_size import row_bytes
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quant.plan import join_layers
+from quant.module_names import join_layers
 from quant.plan_table import duration, size
 from quant.report import chosen_candidate, next_steps
 from quant.report_plots import Data, smoothing_ratio, split_name, sqnr

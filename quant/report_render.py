@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quant.coverage import Coverage
-from quant.plan import join_layers
+from quant.module_names import join_layers
 from quant.plan_table import duration, size
 from quant.report import ModuleResult, RunReport, by_kind, chosen_candidate
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from quant.plan import Plan, PlanRow, general_name
+from quant.module_names import general_name
+from quant.plan import Plan
+from quant.plan_rows import PlanRow
 from quant.stored_size import DTYPE_BYTES, outside_weights, row_bytes, stored_rows, weights_of
 
 # Products of a weight with a matrix [I, I]: two before and one and a half inside GPTQ's pass and

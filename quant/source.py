@@ -23,8 +23,8 @@ from quant.artifact.shipped import local_path
 from quant.artifact.store import CheckpointReader
 from quant.checkpoint import Source, file_sha256, read_object
 from quant.errors import AlreadyQuantizedError, SourceError
+from quant.model_config import describe_quantization
 from quant.modelling import check_family, check_tensors, load_tokenizer
-from quant.plan import describe_quantization
 from quant.synthetic import SyntheticSource, is_synthetic
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

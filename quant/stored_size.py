@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quant.plan import Plan, PlanRow
+from quant.plan import Plan
+from quant.plan_rows import PlanRow
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

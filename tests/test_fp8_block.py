@@ -28,7 +28,7 @@ from quant.artifact.scheme import PRESETS, ActivationScheme, Scheme, WeightSchem
 from quant.errors import PlanError, RecipeError
 from quant.methods.gptq import GPTQSettings, gptq, relative_output_error
 from quant.methods.rtn import rtn
-from quant.plan import PlanRow
+from quant.plan_rows import PlanRow
 from quant.recipe import Recipe
 from quant.source import open_source
 from quant.stored_size import row_bytes

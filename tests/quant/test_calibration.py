@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quant.calibration import Calibration, load_calibration, windows_from_token_lists
 from quant.coverage import shared_prefix
 from quant.errors import CalibrationError
-from quant.recipe import CalibrationSettings
+from quant.recipe_keys import CalibrationSettings
 
 BOS = 1
 

@@ -22,7 +22,7 @@ from quant.artifact.errors import SchemeError
 from quant.artifact.layout import QuantizedWeight, dequantize, to_tensors
 from quant.artifact.scheme import GROUP_SIZES, Scheme, preset, with_group_size
 from quant.methods.rtn import rtn
-from quant.recipe import KVCacheName, SchemeName
+from quant.recipe_keys import KVCacheName, SchemeName
 
 NAMES = sorted(set(get_args(SchemeName)) - {"dense"})
 KV_CACHES = sorted(set(get_args(KVCacheName)) - {"none"})

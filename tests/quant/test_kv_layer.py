@@ -12,7 +12,7 @@ import pytest
 
 from quant.api import load_recipe, quantize
 from quant.calibration import load_calibration
-from quant.recipe import CalibrationSettings
+from quant.recipe_keys import CalibrationSettings
 from quant.report import KVLayerResult, RunReport
 from quant.source import open_source
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from quant.allocation import Allocation, Allocator, Group, Option
 from quant.api import Job, carry_out, is_done, prepare
 from quant.artifact.artifact import Artifact, open_artifact, verify
+from quant.artifact.dialect import fused_group
 from quant.artifact.layout import QuantizedWeight, dequantize
 from quant.budget import Budget, check_label, known_labels
 from quant.calibration import load_calibration
@@ -23,8 +24,7 @@ from quant.divergence import Divergence, Judge
 from quant.errors import CalibrationError, PipelineError, PlanError, RecipeError
 from quant.mixed import search_kl
 from quant.mixed_build import Built, mixed_folder, recipe_path
-from quant.plan import fused_group
-from quant.recipe import CalibrationSettings
+from quant.recipe_keys import CalibrationSettings
 from quant.report import RunReport
 from quant.source import open_source
 

@@ -15,8 +15,10 @@ from rich.console import Console
 from quant.artifact.scheme import GROUP_SIZES, PRESETS, with_group_size
 from quant.errors import AlreadyQuantizedError, PlanError, UnsupportedModelError
 from quant.estimate import estimate
+from quant.module_names import general_name, join_layers
 from quant.peak_memory import Workload
-from quant.plan import Plan, fit_group_size, general_name, join_layers, make_plan
+from quant.plan import Plan, make_plan
+from quant.plan_rows import fit_group_size
 from quant.plan_table import duration, render_plan, size
 from quant.recipe import Recipe
 from quant.run_time import H200

@@ -8,7 +8,8 @@ import pytest
 
 from quant.artifact.scheme import PRESETS, with_group_size
 from quant.errors import RecipeError
-from quant.recipe import Recipe, matches
+from quant.module_names import matches
+from quant.recipe import Recipe
 
 GOOD = "scheme: w4a16\nmethod: gptq\n"
 

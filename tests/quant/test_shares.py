@@ -20,7 +20,7 @@ from quant.layer_job import MethodSettings, quantize_modules
 from quant.methods.gptq import GPTQSettings
 from quant.outcome import ModuleOutcome
 from quant.parallel import Part, Ranks, Single, share_of
-from quant.plan import PlanRow
+from quant.plan_rows import PlanRow
 
 T = TypeVar("T")
 COLUMNS = 128

@@ -26,7 +26,8 @@ from quant.artifact.dialect import quantization_config
 from quant.artifact.scheme import DENSE, KVScheme, Scheme
 from quant.errors import PlanError, RecipeError
 from quant.plan import Plan, make_plan
-from quant.recipe import Recipe, SchemeName
+from quant.recipe import Recipe
+from quant.recipe_keys import SchemeName
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
