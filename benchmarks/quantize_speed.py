@@ -52,8 +52,8 @@ from quant.artifact.durable import write_file, write_safetensors
 from quant.calibration import windows_from_token_lists
 from quant.checkpoint import Source
 from quant.estimate import estimate
-from quant.machine import is_gpu, measured_speed
-from quant.peak_memory import Workload
+from quant.machine import anonymous_bytes, is_gpu, measured_speed
+from quant.peak_memory import PROCESS_BYTES, Workload
 from quant.pipeline import run, tokens_at_once
 from quant.plan import Plan, make_plan
 from quant.random_model import SHAPES, RandomModel
@@ -195,12 +195,13 @@ def predicted(
     source: Source, windows: list[list[int]], recipe: Recipe, device: str
 ) -> dict[str, float]:
     """What `plan` says such a run takes, before it."""
-    plan = plan_of(source, recipe)
+    plan, speed = plan_of(source, recipe), measured_speed(device)
     work = Workload(
         tokens=sum(map(len, windows)), window_tokens=max(map(len, windows)),
         batch_tokens=tokens_at_once(recipe, plan, device), is_gpu=is_gpu(device),
+        process_bytes=max(PROCESS_BYTES, anonymous_bytes()),
     )  # fmt: skip
-    cost = estimate(plan, work, measured_speed(device))
+    cost = estimate(plan, work, speed)
     assert cost.seconds is not None
     return {
         "predicted_s": cost.seconds,

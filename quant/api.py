@@ -31,6 +31,7 @@ from quant.estimate import Estimate, estimate
 from quant.foreign import QuantizedSource, is_quantized
 from quant.foreign_convert import convert, foreign_plan
 from quant.machine import (
+    anonymous_bytes,
     check_device,
     free_disk_bytes,
     free_gpu_bytes,
@@ -43,7 +44,7 @@ from quant.mixed_ask import check_keys, draw_windows, make_gate, notes_of, plans
 from quant.mixed_build import MixedJob, check_recipe_path, mixed_folder, survey_source
 from quant.mixed_plan import Planner, Space, guess_plan
 from quant.parallel import Ranks, Single
-from quant.peak_memory import Workload
+from quant.peak_memory import PROCESS_BYTES, Workload
 from quant.pipeline import Progress, check_smoothing, run, tokens_at_once
 from quant.plan import Plan, make_plan
 from quant.plan_table import size
@@ -179,6 +180,7 @@ def prepare(
         is_gpu=is_gpu(device),
         free_gpu_bytes=free_gpu_bytes(device, memory.gpu_bytes) if is_gpu(device) else None,
         free_host_bytes=free_memory_bytes(memory.host_bytes),
+        process_bytes=max(PROCESS_BYTES, anonymous_bytes()),
     )
     cost = estimate(plan, work, measured_speed(device), opening_s=opening_s)
     target = Path(f"{_model_name(source)}-{loaded.name}") if out is None else Path(out)

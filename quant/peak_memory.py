@@ -22,8 +22,8 @@ from quant.run_time import shared_inputs
 from quant.spill import SHARE
 from quant.stored_size import DTYPE_BYTES, weights_of
 
-# Anonymous memory before the first weight is read: Python, torch, transformers and a tokenizer;
-# with a GPU its libraries' too.
+# Anonymous memory before the first weight is read, where nobody measured it: Python, torch,
+# transformers and a tokenizer; and with a GPU's libraries.
 PROCESS_BYTES, CUDA_PROCESS_BYTES = 250 * 10**6, 1600 * 10**6
 # Tensors as wide as the layer's widest, and as its hidden states, of a batch at work in a layer.
 _WIDE, _NARROW = 5, 10
@@ -41,6 +41,7 @@ _KEPT_FOR_BACKWARD = 8
 class Workload:
     """What runs through the layers: calibration tokens of one process, in windows of that many at
     most, and batches; on a GPU or not. free_*_bytes: what a run may take (None: as much as needed).
+    process_bytes: the host memory that is taken already, a GGUF's metadata included.
     """
 
     tokens: int
@@ -49,6 +50,7 @@ class Workload:
     is_gpu: bool = False
     free_gpu_bytes: int | None = None
     free_host_bytes: int | None = None
+    process_bytes: int = PROCESS_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +79,11 @@ def peak_memory(plan: Plan, work: Workload) -> Peak:
     in_layer = max(_layer(plan, rows, work) for rows in layers)
     on_gpu, on_host, on_disk = _hidden_states(plan, work)
     if work.is_gpu:
-        host = CUDA_PROCESS_BYTES + on_host + outer
+        host = max(work.process_bytes, CUDA_PROCESS_BYTES) + on_host + outer
         gpu = on_gpu + max(in_layer, embedding)
         return Peak(host_bytes=host, gpu_bytes=gpu, spilled_bytes=on_disk)
     # The head computes in float32.
-    host = PROCESS_BYTES + on_host + max(in_layer, outer + 4 * table)
+    host = work.process_bytes + on_host + max(in_layer, outer + 4 * table)
     return Peak(host_bytes=host, gpu_bytes=0, spilled_bytes=on_disk)
 
 

@@ -246,7 +246,7 @@ def _try_factor(
     `backwards` is the visiting order reversed, U is in visiting order. With J the reversal and
     J H J = L L^T, U = J L^-1 J: the inverse itself is never made.
     """
-    # By rows, then by columns: two indices that meet are whole matrices on a GPU, 16 bytes a value.
+    # By rows, then by columns: of two indices that meet, a GPU makes whole matrices of int64.
     damped = hessian.index_select(0, backwards).index_select(1, backwards).to(dtype)
     damped.diagonal().add_(added[backwards])
     lower, failed = torch.linalg.cholesky_ex(damped)
