@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from quant.artifact.artifact import open_artifact
-from quant.cli import err_console, main, out_console
+from quant.cli import main
+from quant.cli_steps import err_console, out_console
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -305,9 +306,9 @@ def test_ctrl_c_says_that_the_same_command_resumes(
 def test_a_full_disk_is_refused_before_calibration(
     quantize: Run, small_run: tuple[object, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import quant.api
+    import quant.job_out
 
-    monkeypatch.setattr(quant.api, "free_disk_bytes", lambda path: 1000)
+    monkeypatch.setattr(quant.job_out, "free_disk_bytes", lambda path: 1000)
     code, _, err = quantize(*small_run, "--out", "art")
     assert code == 2
     assert "make room or name another place" in err

@@ -9,7 +9,8 @@ import pytest
 from front_door import Quantize, Said
 from survival import Nursery, nursery
 
-from quant.cli import err_console, main, out_console
+from quant.cli import main
+from quant.cli_steps import err_console, out_console
 
 
 @pytest.fixture(scope="session")
