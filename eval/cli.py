@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
+from eval import cli_lm_eval
 from eval.amounts import Amounts
 from eval.errors import EvaluationError
 
@@ -226,6 +227,11 @@ def judge(
         written = run(job, out=out, stamp=stamp, progress=progress)
     show(console, written)
     raise typer.Exit(written.evaluation.verdict.exit_code)
+
+
+app.command(cli_lm_eval.NAME, help=cli_lm_eval.HELP, epilog=cli_lm_eval.EPILOG)(
+    cli_lm_eval.command
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -62,7 +62,7 @@ ONLY_IN = {
                      "eval.targets.reference"),
     "gguf": ("quant.gguf_source", "eval.targets.reference"),
     "fastapi": ("runtime.server",),
-    "lm_eval": ("eval.metrics.tasks",),
+    "lm_eval": ("eval.lm_eval_adapter",),
 }  # fmt: skip
 
 

@@ -102,7 +102,8 @@ def _check(index: int, item: ScoreItem, bounds: Bounds) -> None:
     name, num_tokens = f"item {index}", len(item.token_ids)
     if num_tokens < 2:
         raise RequestError(f"{name} has {num_tokens} tokens; scoring needs at least 2")
-    if num_tokens > min(bounds.max_model_len, bounds.num_pool_tokens + 1):
+    # The last token is only predicted, so one more than can be computed fits.
+    if num_tokens > min(bounds.max_model_len, bounds.num_pool_tokens) + 1:
         raise RequestError(
             f"{name} has {num_tokens} tokens; the context holds {bounds.max_model_len} and the KV "
             f"pool {bounds.num_pool_tokens}; score it in windows"

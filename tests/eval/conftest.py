@@ -7,9 +7,16 @@ seconds on `ANSWER` after any prompt of the suite's kind, which leaves something
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+# Before `datasets` is imported, by lm-eval: its copies of test data are nobody's to keep.
+os.environ.setdefault(
+    "HF_DATASETS_CACHE", str(Path(tempfile.gettempdir()) / "weighbridge-tests-datasets")
+)
 
 import pytest
 import torch
