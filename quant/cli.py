@@ -49,9 +49,8 @@ from quant.cli_ranks import NumRanks, is_to_launch, joined_ranks, refuse_ranks
 from quant.cli_report import report_command
 from quant.cli_sample import HELP as SAMPLE_HELP
 from quant.cli_sample import sample_command
-from quant.cli_signals import EXIT_TERMINATED, Terminated, raised_sigterm
+from quant.cli_signals import EXIT_INTERRUPTED, EXIT_TERMINATED, raised_signals
 from quant.cli_steps import (
-    EXIT_INTERRUPTED,
     EXIT_PROBLEMS,
     Asked,
     carry_out_job,
@@ -285,27 +284,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     watch_parent()
     words = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        with raised_sigterm():
+    with raised_signals() as ending:
+        try:
             code = app(args=words, obj=words, standalone_mode=False, prog_name="quantize") or 0
-    except (KeyboardInterrupt, Terminated) as end:
-        code = EXIT_TERMINATED if isinstance(end, Terminated) else EXIT_INTERRUPTED
-    except USAGE_ERROR as error:
-        command = error.ctx.command_path if error.ctx is not None else "quantize"
-        sys.exit(fail(f"{error.format_message()} ({command} --help shows every option)"))
-    except NotAcceptedError as error:
-        fail(str(error))
-        sys.exit(EXIT_PROBLEMS)
-    except (QuantError, ArtifactError) as error:
-        sys.exit(fail(str(error)))
-    except OSError as error:  # the system refused: an unreadable file, a full disk behind stdout
-        sys.exit(fail(f"{error.filename or 'the output'}: {error.strerror or error}"))
-    except MemoryError:
-        sys.exit(fail("out of memory; use fewer --samples or shorter --max-tokens"))
-    # The former is typer's answer to Ctrl-C; where there is a launcher, it speaks.
-    if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) and not is_launched():
-        fail("interrupted; finished layers are kept, and the same command goes on from there")
+        except BaseException as error:  # a signal's may be in the clothes of any other
+            code = ending.code or _explained(error)
+        # The former is typer's answer to Ctrl-C; where there is a launcher, it speaks.
+        if code in (EXIT_INTERRUPTED, EXIT_TERMINATED) and not is_launched():
+            fail(f"interrupted; {_what_is_left(words)}")
     sys.exit(code)
+
+
+def _what_is_left(words: Sequence[str]) -> str:
+    if words[:1] and words[0] in ("plan", "sample", "inspect", "verify", "report"):
+        return "nothing was written"
+    return "finished layers are kept, and the same command goes on from there"
+
+
+def _explained(error: BaseException) -> int:
+    """Tell an error that the user can mend, for its exit code; any other goes on."""
+    if isinstance(error, USAGE_ERROR):
+        command = error.ctx.command_path if error.ctx is not None else "quantize"
+        return fail(f"{error.format_message()} ({command} --help shows every option)")
+    if isinstance(error, NotAcceptedError):
+        fail(str(error))
+        return EXIT_PROBLEMS
+    if isinstance(error, QuantError | ArtifactError):
+        return fail(str(error))
+    if isinstance(error, OSError):  # the system refused: unreadable file, full disk behind stdout
+        return fail(f"{error.filename or 'the output'}: {error.strerror or error}")
+    if isinstance(error, MemoryError):
+        return fail("out of memory; use fewer --samples or shorter --max-tokens")
+    raise error
 
 
 if __name__ == "__main__":

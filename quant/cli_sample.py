@@ -14,7 +14,6 @@ from rich.console import Console
 
 from quant.errors import CalibrationError
 
-_EXIT_INTERRUPTED = 130
 HELP = """
 Draw a calibration set from logs: no near duplicates, every source and length, e-mail, telephone,
 identity and card numbers and keys replaced (names are not found).
@@ -103,19 +102,15 @@ def sample_command(
         split_text=split_text, skip_bad=skip_bad, drop_leaks=drop_leaks,
     )  # fmt: skip
     screen = Console(stderr=True, highlight=False)
-    try:
-        with tempfile.TemporaryDirectory() as spool, screen.status("reading") as status:
-            report = draw_sample(
-                _inputs(from_, Path(spool)),
-                out,
-                settings,
-                against=against or (),
-                length=_length(model) if model else None,
-                progress=lambda step, rows: status.update(f"{step}: {rows:,} rows"),
-            )
-    except KeyboardInterrupt:
-        screen.print("error: interrupted; nothing was written", style="red")
-        sys.exit(_EXIT_INTERRUPTED)
+    with tempfile.TemporaryDirectory() as spool, screen.status("reading") as status:
+        report = draw_sample(
+            _inputs(from_, Path(spool)),
+            out,
+            settings,
+            against=against or (),
+            length=_length(model) if model else None,
+            progress=lambda step, rows: status.update(f"{step}: {rows:,} rows"),
+        )
     Console(highlight=False).print(render(report))
     typer.echo(f"\nwritten   {out}\naccount   {report_path(out)}")
 

@@ -1,33 +1,62 @@
-"""Ends that come from outside: SIGTERM as an exception, so that a run closes what it has open."""
+"""Ends that come from outside: signals as exceptions, so that a run closes what it has open.
+
+Libraries make exceptions of their own out of one that comes out of nowhere: pydantic a
+PydanticSerializationError, an import of transformers a ModuleNotFoundError. What ended the command
+is therefore not what reaches its top but whether a signal came: `Ending`.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
-EXIT_TERMINATED = 143
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 
 
 class Terminated(BaseException):
     """SIGTERM came. No Exception, as KeyboardInterrupt is none: it must not pass for a fault."""
 
 
+_RAISED: dict[int, type[BaseException]] = {
+    signal.SIGINT: KeyboardInterrupt,
+    signal.SIGTERM: Terminated,
+}
+
+
+@dataclass(slots=True)
+class Ending:
+    """The exit code of the signal that came; None as long as none did."""
+
+    code: int | None = None
+
+
 @contextmanager
-def raised_sigterm() -> Iterator[None]:
-    """Within it the first SIGTERM raises Terminated; a second one ends the process at once."""
+def raised_signals() -> Iterator[Ending]:
+    """Within it the first SIGINT raises KeyboardInterrupt, the first SIGTERM Terminated; another
+    one ends the process at once. A signal that the process was started to ignore stays ignored."""
+    ending = Ending()
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
+        yield ending  # signals are the main thread's
         return
-    before = signal.signal(signal.SIGTERM, _terminate)
+    heard = [number for number in _RAISED if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _raiser(ending)) for number in heard}
     try:
-        yield
+        yield ending
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise Terminated
+def _raiser(ending: Ending) -> Callable[[int, FrameType | None], Any]:
+    def answer(number: int, frame: FrameType | None) -> None:
+        for each in _RAISED:
+            signal.signal(each, signal.SIG_DFL)
+        ending.code = 128 + number
+        raise _RAISED[number]
+
+    return answer

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quant.parallel import Ranks
     from quant.report import RunReport
 
-EXIT_PROBLEMS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_PROBLEMS, EXIT_BAD_INPUT = 1, 2
 # Of several ranks, rank 0 speaks: an error of another reaches it (`quant.parallel_group`).
 out_console = Console(highlight=False, quiet=is_follower())
 err_console = Console(stderr=True, highlight=False, quiet=is_follower())

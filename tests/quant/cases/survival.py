@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -179,6 +180,7 @@ def nursery() -> Iterator[Nursery]:
 def serve_runs() -> None:
     """The nursery's loop: a request as a line of JSON in, an answer as a line of JSON out."""
     import quant.api
+    import quant.cli
     import quant.progress  # noqa: F401  what a run imports
 
     for line in sys.stdin:
@@ -209,6 +211,8 @@ def fork_run(arguments: list[str], output: str, slowly: bool, limit: int | None)
         run_command(arguments, slowly)
     except SystemExit as end:
         code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
