@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from eval import cli_lm_eval
+from eval import cli_lm_eval, cli_plan
 from eval.amounts import Amounts
 from eval.errors import EvaluationError
 
@@ -80,6 +80,9 @@ app = typer.Typer(
 )
 
 
+app.command(name="plan", help=cli_plan.HELP, epilog=cli_plan.EPILOG)(cli_plan.plan)
+
+
 @app.callback()
 def _group() -> None:
     """Weigh an artifact against the model it was made from."""
@@ -95,6 +98,8 @@ HELP = (
     "little evidence to tell."
 )
 EPILOG = (
+    "[bold]Other commands[/] (each has its own --help):\n\n"
+    "evaluate plan   how many items your margins need, and what yours can show\n\n"
     "[bold]Exit codes:[/] 0 accepted, 1 rejected, 2 wrong usage, 3 inconclusive (the report says "
     "how many items would decide), 4 could not judge (damaged artifact, base that does not fit, "
     "NaN, nothing scored).\n\n"
@@ -104,7 +109,7 @@ EPILOG = (
     "[bold]Examples:[/]\n\n"
     "evaluate smollm2-w4a16\n\n"
     "evaluate smollm2-w4a16 --base models/smollm2 --gates strict.yaml --out report\n\n"
-    "evaluate smollm2-w4a16 --items 180 --windows 128 --threads 8"
+    "evaluate smollm2-w4a16 --gates gates/full.yaml --suite gate-900/gate --items 900"
 )
 
 

@@ -1,40 +1,25 @@
 """The gate: rules from a gates file plus measurements make a verdict. Pure; read this file first.
 
-Every rule is a non-inferiority question with three answers: pass (the bound lies within the limit),
-fail (the opposite bound lies beyond it) and inconclusive (too few samples to tell, or a base too
-weak for a loss to show). Knows no model, file or clock.
+One finding a rule: over all items, and within each stratum that has a limit of its own. All that
+are required must pass, so passing needs no correction for their number; alarms, of which one in
+twenty would be false, are corrected by Holm's method over everything measured in pairs. Knows no
+model, file or clock; `eval.gate_rules` says what one rule makes of one measurement.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from eval.errors import EvaluationError
-from eval.gate_spec import FLOOR_MARGINS, METRICS, GateSpec, MetricRule
-from eval.measurement import Measurement, format_interval, format_value
-from eval.stats import (
-    PairedCounts,
-    clopper_pearson_lower,
-    clopper_pearson_upper,
-    drop_lower,
-    drop_upper,
-    mcnemar_p,
-)
+from eval.gate_rules import Outcome, answer
+from eval.gate_spec import METRICS, GateSpec, MetricRule, StratumRule
+from eval.measurement import Measurement
+from eval.stats import holm, mcnemar_p
 
-Outcome = Literal["pass", "fail", "inconclusive"]
 Result = Literal["accepted", "rejected", "inconclusive"]
 EXIT_CODES: dict[Result, int] = {"accepted": 0, "rejected": 1, "inconclusive": 3}
-
-# Below this many discordant pairs the score test is too optimistic at the margin, so the exact
-# bound of the lost rate must lie within the margin too.
-FEW_DISCORDANT = 5
-# Of the items the base got right, at most this many margins may be lost: gains elsewhere must not
-# hide losses.
-RETENTION_MARGINS = 2
-MOST_ITEMS = 20_000
 ALARM_P = 0.05
 
 
@@ -42,17 +27,44 @@ ALARM_P = 0.05
 class Finding:
     """The answer to one rule; `reason` is one plain sentence.
 
+    stratum: where it was asked ("lang:zh"), "" for all items.
     num_needed: how many items or tokens in all would decide, where more of them can.
-    alarm: the loss is significant by itself (exact McNemar) although the rule did not fail.
+    p_value, holm_p: of "the candidate is worse", by itself and corrected; None when not paired.
+    alarm: the loss is significant after the correction although the rule did not fail.
+    noise: how far the base is from itself by this metric, None when that was not measured.
     """
 
     name: str
     outcome: Outcome
     reason: str
-    rule: MetricRule
+    rule: StratumRule
     measurement: Measurement
+    stratum: str = ""
     num_needed: int | None = None
+    p_value: float | None = None
+    holm_p: float | None = None
     alarm: bool = False
+    noise: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The metric as a person calls it, with its stratum."""
+        return _label(self.name, self.stratum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """A metric by which the candidate is significantly worse, judged by a rule or not."""
+
+    name: str
+    stratum: str
+    p_value: float
+    holm_p: float
+
+    @property
+    def label(self) -> str:
+        """The metric as a person calls it, with its stratum."""
+        return _label(self.name, self.stratum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +73,7 @@ class Verdict:
 
     result: Result
     findings: tuple[Finding, ...]
+    alarms: tuple[Alarm, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -78,24 +91,57 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    outcome: Outcome
-    reason: str
-    num_needed: int | None = None
+class _Question:
+    """A rule and the measurement it is asked about."""
+
+    name: str
+    stratum: str
+    rule: StratumRule
+    measurement: Measurement
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.name, self.stratum
 
 
-def judge(spec: GateSpec, measurements: Mapping[str, Measurement]) -> Verdict:
+def judge(
+    spec: GateSpec,
+    measurements: Mapping[str, Measurement],
+    noise: Mapping[str, Measurement] | None = None,
+) -> Verdict:
     """Apply every rule of the gates file.
 
+    Args:
+        spec: the rules. measurements: the candidate against the base, by metric.
+        noise: the base against itself computed another way (batching, dtype), by metric; what the
+            candidate changes no more often than this is no alarm, and a limit within it cannot be
+            judged.
+
     Raises:
-        EvaluationError: a rule's metric was not measured, scored nothing, or is not a number for
-            the base. Missing evidence is never a pass.
+        EvaluationError: a rule's metric or stratum was not measured, scored nothing, or is not a
+            number for the base. Missing evidence is never a pass.
     """
-    findings = tuple(
-        _finding(name, rule, _evidence(name, measurements), spec.confidence)
+    noise = noise or {}
+    questions = [
+        question
         for name, rule in spec.metrics.items()
+        for question in _questions(name, rule, _evidence(name, measurements))
+    ]
+    p_values = {(name, ""): p for name, m in measurements.items() if (p := _p_value(m)) is not None}
+    p_values |= {q.key: p for q in questions if (p := _p_value(q.measurement)) is not None}
+    adjusted = holm(p_values)
+    alarms = tuple(
+        Alarm(name=name, stratum=stratum, p_value=p, holm_p=adjusted[name, stratum])
+        for (name, stratum), p in p_values.items()
+        if adjusted[name, stratum] < ALARM_P
+        and not _is_noise(_within(measurements[name], stratum), noise.get(name))
     )
-    return Verdict(result=_result(findings), findings=findings)
+    raised = {(alarm.name, alarm.stratum) for alarm in alarms}
+    findings = tuple(
+        _finding(q, spec.confidence, noise.get(q.name), p_values, adjusted, raised)
+        for q in questions
+    )
+    return Verdict(result=_result(findings), findings=findings, alarms=alarms)
 
 
 def _result(findings: tuple[Finding, ...]) -> Result:
@@ -106,184 +152,85 @@ def _result(findings: tuple[Finding, ...]) -> Result:
     return "accepted"
 
 
+def _label(name: str, stratum: str) -> str:
+    label = METRICS[name].label if name in METRICS else name
+    return f"{label} in {stratum}" if stratum else label
+
+
 def _evidence(name: str, measurements: Mapping[str, Measurement]) -> Measurement:
     if name not in measurements:
         raise EvaluationError(
             f"the gates file judges {name}, but it was not measured; measured: "
             f"{', '.join(sorted(measurements)) or 'nothing'}"
         )
-    measurement = measurements[name]
+    return _scored(name, measurements[name])
+
+
+def _scored(where: str, measurement: Measurement) -> Measurement:
     if measurement.num_scored == 0:
         raise EvaluationError(
-            f"{name}: zero {measurement.counted} were scored, so nothing can be said; "
+            f"{where}: zero {measurement.counted} were scored, so nothing can be said; "
             "check that the suite holds usable documents and gold fields that are not null"
         )
     return measurement
 
 
-def _finding(name: str, rule: MetricRule, m: Measurement, confidence: float) -> Finding:
-    answer = _answer(rule, m, confidence)
-    alarm = m.paired is not None and answer.outcome != "fail" and mcnemar_p(m.paired) < ALARM_P
+def _questions(name: str, rule: MetricRule, whole: Measurement) -> Iterator[_Question]:
+    """The rule itself, then its strata; a stratum named in full goes before its kind's `*`."""
+    yield _Question(name=name, stratum="", rule=rule, measurement=whole)
+    measured = dict(whole.domains)
+    for pattern, within in rule.strata.items():
+        found = [s for s in measured if _matches(pattern, s)]
+        if not found:
+            raise EvaluationError(
+                f"the gates file judges {name} in {pattern}, but the suite holds no such items; "
+                f"measured: {', '.join(measured) or 'no strata'}"
+            )
+        for stratum in found:
+            if stratum == pattern or stratum not in rule.strata:
+                part = _scored(f"{name} in {stratum}", measured[stratum])
+                yield _Question(name=name, stratum=stratum, rule=within, measurement=part)
+
+
+def _matches(pattern: str, stratum: str) -> bool:
+    kind, value = pattern.split(":", 1)
+    return stratum == pattern or (value == "*" and stratum.startswith(f"{kind}:"))
+
+
+def _within(whole: Measurement, stratum: str) -> Measurement:
+    return dict(whole.domains)[stratum] if stratum else whole
+
+
+def _p_value(m: Measurement) -> float | None:
+    if m.p_value is not None or m.paired is None:
+        return m.p_value
+    return mcnemar_p(m.paired)
+
+
+def _is_noise(m: Measurement, noise: Measurement | None) -> bool:
+    return noise is not None and m.distance <= noise.distance
+
+
+def _finding(
+    question: _Question,
+    confidence: float,
+    noise: Measurement | None,
+    p_values: Mapping[tuple[str, str], float],
+    adjusted: Mapping[tuple[str, str], float],
+    raised: set[tuple[str, str]],
+) -> Finding:
+    distance = None if noise is None else noise.distance
+    found = answer(question.rule, question.measurement, confidence, distance)
     return Finding(
-        name=name,
-        outcome=answer.outcome,
-        reason=f"{METRICS[name].label}: {answer.reason}",
-        rule=rule,
-        measurement=m,
-        num_needed=answer.num_needed,
-        alarm=alarm,
-    )
-
-
-def _answer(rule: MetricRule, m: Measurement, confidence: float) -> _Answer:
-    if m.num_nonfinite:
-        return _Answer(
-            outcome="fail",
-            reason=f"the candidate gave NaN, Inf or an error at {m.num_nonfinite} of "
-            f"{m.num_scored} {m.counted}",
-        )
-    if math.isinf(m.estimate):
-        return _Answer(outcome="fail", reason="the candidate's loss is too large for a number")
-    if math.isnan(m.estimate):
-        raise EvaluationError(f"{m.name} is {m.estimate}: the base's own outputs are not finite")
-    weak = _too_weak(rule, m)
-    answer = (
-        _judge_paired(rule, m, m.paired, confidence)
-        if m.paired is not None
-        else _judge_bounds(rule, m)
-    )
-    if answer.outcome == "fail":
-        return answer
-    return _broken_domain(rule, m) or weak or answer
-
-
-def _too_weak(rule: MetricRule, m: Measurement) -> _Answer | None:
-    """A base that sits on the metric's floor has nothing to lose, so a small drop says nothing."""
-    if rule.max_drop is None or m.base is None:
-        return None
-    least = rule.floor + FLOOR_MARGINS * rule.max_drop
-    if m.base >= least:
-        return None
-    return _Answer(
-        outcome="inconclusive",
-        reason=f"base too weak to judge: it reaches {m.base:.1%} where at least {least:.1%} is "
-        "needed for a loss to show; use a stronger base or an easier suite",
-    )
-
-
-def _broken_domain(rule: MetricRule, m: Measurement) -> _Answer | None:
-    """Fail for the first domain whose whole interval lies beyond the limit."""
-    if not rule.domains:
-        return None
-    certainly = rule.model_copy(update={"judge": "bound"})
-    for domain, part in m.domains:
-        answer = _judge_bounds(certainly, part)
-        if answer.outcome == "fail":
-            return _Answer(outcome="fail", reason=f"in {domain}, {answer.reason}")
-    return None
-
-
-def _judge_bounds(rule: MetricRule, m: Measurement) -> _Answer:
-    """Judge an interval, whichever direction is worse."""
-    sign = -1.0 if rule.kind == "min" else 1.0
-    worst, best = (m.lower, m.upper) if rule.kind == "min" else (m.upper, m.lower)
-    limit = sign * rule.limit
-    if rule.judge == "estimate":
-        worst = best = m.estimate
-    found = _found(rule, m)
-    if not m.has_interval:
-        return _Answer(
-            outcome="inconclusive",
-            reason=f"{found}; too few {m.clusters} for an interval ({m.num_clusters})",
-        )
-    if sign * worst <= limit:
-        return _Answer(outcome="pass", reason=f"{found} keeps the limit")
-    if sign * best > limit:
-        return _Answer(outcome="fail", reason=f"{found} breaks the limit")
-    return _Answer(
-        outcome="inconclusive",
-        reason=f"{found} may lie on either side of the limit",
-        num_needed=_more_tokens(m, worst, best, rule.limit),
-    )
-
-
-def _found(rule: MetricRule, m: Measurement) -> str:
-    word = "at least" if rule.kind == "min" else "at most"
-    found = format_interval(m.estimate, m.lower, m.upper, m.unit)
-    found = f"a drop of {found}" if m.unit == "drop" else found
-    return f"{found} against {word} {format_value(rule.limit, m.unit)}"
-
-
-def _more_tokens(m: Measurement, worst: float, best: float, limit: float) -> int | None:
-    """The count at which the nearer bound would reach the limit, widths shrinking by 1/sqrt(n)."""
-    decisive = worst if (m.estimate - limit) * (worst - limit) < 0 else best
-    gap = abs(m.estimate - limit)
-    reach = abs(decisive - m.estimate)
-    if gap == 0 or not math.isfinite(reach):
-        return None
-    needed = math.ceil(m.num_scored * (reach / gap) ** 2)
-    return needed if needed <= MOST_ITEMS * 1000 else None
-
-
-def _judge_paired(rule: MetricRule, m: Measurement, counts: PairedCounts, conf: float) -> _Answer:
-    """Judge a pass-or-fail metric: score bounds of the drop, then the two safeguards."""
-    margin = rule.limit
-    outcome, why = _decide_paired(counts, margin, conf)
-    reason = f"{_found(rule, m)}, {counts.lost} lost and {counts.gained} gained of "
-    reason += f"{counts.num_items} {m.counted}: {why}"
-    needed = None
-    if outcome == "inconclusive":
-        needed = items_to_decide(
-            counts, lambda scaled: _decide_paired(scaled, margin, conf)[0] != "inconclusive"
-        )
-    return _Answer(outcome=outcome, reason=reason, num_needed=needed)
-
-
-def _decide_paired(counts: PairedCounts, margin: float, confidence: float) -> tuple[Outcome, str]:
-    """The rule of non-inferiority for paired proportions, and in words which part of it spoke."""
-    if drop_lower(counts, confidence) > margin:
-        return "fail", "the loss is certainly larger than allowed"
-    allowed = RETENTION_MARGINS * margin
-    if clopper_pearson_lower(counts.lost, counts.num_base_ok, confidence) > allowed:
-        return "fail", (
-            f"of {counts.num_base_ok} the base gets right, certainly more than {allowed:.1%} are "
-            "lost, whatever is gained elsewhere"
-        )
-    if drop_upper(counts, confidence) >= margin:
-        return "inconclusive", "too few items to exclude a larger loss"
-    few = counts.lost + counts.gained < FEW_DISCORDANT
-    if few and clopper_pearson_upper(counts.lost, counts.num_items, confidence) >= margin:
-        return "inconclusive", "too few items to exclude a larger loss"
-    kept = clopper_pearson_upper(counts.lost, counts.num_base_ok, confidence)
-    if kept >= allowed:
-        return "inconclusive", (
-            f"up to {kept:.1%} of the {counts.num_base_ok} the base gets right may be lost, "
-            f"{allowed:.1%} is allowed"
-        )
-    return "pass", "the loss is within the margin"
-
-
-def items_to_decide(counts: PairedCounts, decided: Callable[[PairedCounts], bool]) -> int | None:
-    """The smallest number of items that decides if the rates stay as observed (to about 1 %).
-
-    None when no number up to MOST_ITEMS does: the loss lies too close to the margin.
-    """
-    low, high = counts.num_items, counts.num_items
-    while not decided(_scaled(counts, high)):
-        low, high = high, high + max(1, high // 8)
-        if high > MOST_ITEMS:
-            return None
-    while high - low > max(1, low // 100):
-        middle = (low + high) // 2
-        low, high = (low, middle) if decided(_scaled(counts, middle)) else (middle, high)
-    return high
-
-
-def _scaled(counts: PairedCounts, n: int) -> PairedCounts:
-    factor = n / counts.num_items
-    return PairedCounts(
-        num_items=n,
-        num_base_ok=round(counts.num_base_ok * factor),
-        lost=round(counts.lost * factor),
-        gained=round(counts.gained * factor),
+        name=question.name,
+        stratum=question.stratum,
+        outcome=found.outcome,
+        reason=f"{_label(*question.key)}: {found.reason}",
+        rule=question.rule,
+        measurement=question.measurement,
+        num_needed=found.num_needed,
+        p_value=p_values.get(question.key),
+        holm_p=adjusted.get(question.key),
+        alarm=question.key in raised and found.outcome != "fail",
+        noise=distance,
     )

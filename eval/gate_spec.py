@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,6 +22,8 @@ LimitKind = Literal["max", "min", "max_drop"]
 
 # Strict: a quoted number or a `yes` where a limit belongs is a slip, not a limit of 1.
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+_STRATUM = re.compile(r"\w+:\S.*")
 
 # The base must score this many margins above its floor for a loss to show.
 FLOOR_MARGINS = 2
@@ -50,14 +53,14 @@ METRICS: dict[str, MetricInfo] = {
 }
 
 
-class MetricRule(BaseModel):
-    """One metric's limit: exactly one of `max`, `min`, `max_drop`.
+class StratumRule(BaseModel):
+    """A limit within one stratum: exactly one of `max`, `min`, `max_drop`.
 
     judge: "bound" lets the metric pass only with its whole interval inside the limit; "estimate"
         compares the point estimate and leaves the interval to the reader.
     required: an undecided rule keeps the artifact from being accepted.
-    domains: also reject when the metric certainly breaks the limit within one domain.
     floor: what a model without the skill scores (chance); a base near it cannot show a loss.
+    at_least: what the candidate itself must score, whatever the base does.
     """
 
     model_config = _STRICT
@@ -67,11 +70,11 @@ class MetricRule(BaseModel):
     max_drop: float | None = Field(default=None, gt=0, lt=1)
     judge: Literal["bound", "estimate"] = "bound"
     required: bool = True
-    domains: bool = False
     floor: float = Field(default=0.0, ge=0, lt=1)
+    at_least: float | None = Field(default=None, gt=0, le=1)
 
     @model_validator(mode="after")
-    def _one_limit(self) -> MetricRule:
+    def _one_limit(self) -> Self:
         if len(self.kinds) != 1:
             raise ValueError("give exactly one of max, min, max_drop")
         if self.max_drop and self.floor + FLOOR_MARGINS * self.max_drop > 1:
@@ -100,6 +103,24 @@ class MetricRule(BaseModel):
         """The limit's value, in the metric's unit."""
         value: float = getattr(self, self.kind)
         return value
+
+
+class MetricRule(StratumRule):
+    """One metric's limit over all items, and the limits within strata that have their own.
+
+    domains: also reject when the metric certainly breaks the limit within one domain.
+    strata: stratum ("lang:zh", "length:2k-4k", or "source:*" for each of its kind) to its rule.
+    """
+
+    domains: bool = False
+    strata: dict[str, StratumRule] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _strata_have_kinds(self) -> Self:
+        for name in self.strata:
+            if not _STRATUM.fullmatch(name):
+                raise ValueError(f"stratum {name!r}: expected KIND:VALUE, for instance lang:zh")
+        return self
 
 
 class GateSpec(BaseModel):
@@ -161,13 +182,17 @@ def parse_gates(text: str, where: str = "gates file") -> GateSpec:
     except ValidationError as error:
         raise GateSpecError(_explain(error.errors()[0], root, where)) from error
     for name, rule in spec.metrics.items():
-        _check_metric(name, rule, f"{where}:{_line(root, ('metrics', name))}")
+        place = f"{where}:{_line(root, ('metrics', name))}"
+        if name not in METRICS:
+            raise GateSpecError(f"{place}: unknown metric {name!r}{_nearest(name, tuple(METRICS))}")
+        _check_metric(name, rule, place)
+        for stratum, within in rule.strata.items():
+            line = _line(root, ("metrics", name, "strata", stratum))
+            _check_metric(name, within, f"{where}:{line}")
     return spec
 
 
-def _check_metric(name: str, rule: MetricRule, where: str) -> None:
-    if name not in METRICS:
-        raise GateSpecError(f"{where}: unknown metric {name!r}{_nearest(name, tuple(METRICS))}")
+def _check_metric(name: str, rule: StratumRule, where: str) -> None:
     if rule.kind != METRICS[name].limit:
         raise GateSpecError(
             f"{where}: {name} takes the limit {METRICS[name].limit!r}, found {rule.kind!r}"
@@ -178,6 +203,8 @@ def _check_metric(name: str, rule: MetricRule, where: str) -> None:
         raise GateSpecError(f"{where}: {name} is always judged by its bounds, not by its estimate")
     if rule.kind != "max_drop" and rule.floor:
         raise GateSpecError(f"{where}: only max_drop metrics have a floor, {name} has none")
+    if rule.kind != "max_drop" and rule.at_least is not None:
+        raise GateSpecError(f"{where}: only max_drop metrics take at_least; {name} takes a limit")
 
 
 def _explain(error: ErrorDetails, root: yaml.Node, where: str) -> str:
@@ -185,8 +212,10 @@ def _explain(error: ErrorDetails, root: yaml.Node, where: str) -> str:
     place = f"{where}:{_line(root, loc)}"
     key = ".".join(str(part) for part in loc)
     if error["type"] == "extra_forbidden":
-        known = GateSpec.model_fields if len(loc) == 1 else MetricRule.model_fields
-        return f"{place}: unknown key {key!r}{_nearest(str(loc[-1]), tuple(known))}"
+        known: type[BaseModel] = StratumRule
+        if len(loc) < 4:
+            known = GateSpec if len(loc) == 1 else MetricRule
+        return f"{place}: unknown key {key!r}{_nearest(str(loc[-1]), tuple(known.model_fields))}"
     if error["type"] == "missing":
         return f"{place}: the key {key!r} is missing"
     message = error["msg"].removeprefix("Value error, ")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from eval.stats import PairedCounts
+from eval.stats import PairedCounts, shrunk
 
 Unit = Literal["ratio", "nats", "share", "drop"]
 
@@ -24,6 +24,9 @@ class Measurement:
         counted: what `num_scored` counts, "tokens" or "items".
         num_clusters: independent documents or items behind the bounds.
         paired: the four-way counts, for pass-or-fail metrics.
+        design_effect: by how much items of one document repeat each other (1: not at all).
+        p_value: one-sided, of "the candidate is worse", where `paired` alone does not give it.
+        golden_lost: ids of items that must never be lost and were.
         num_nonfinite: scored positions or items where the candidate gave NaN, Inf or an error.
         domains: the same measurement within each domain, ("source:code", ...) to measurement.
     """
@@ -39,13 +42,32 @@ class Measurement:
     num_scored: int
     num_clusters: int
     paired: PairedCounts | None = None
+    design_effect: float = 1.0
+    p_value: float | None = None
+    golden_lost: tuple[str, ...] = ()
     num_nonfinite: int = 0
     domains: tuple[tuple[str, Measurement], ...] = ()
 
     @property
     def clusters(self) -> str:
         """What `num_clusters` counts."""
-        return "documents" if self.counted == "tokens" else "items"
+        is_whole = self.counted == "items" and self.num_clusters >= self.num_scored
+        return "items" if is_whole else "documents"
+
+    @property
+    def evidence(self) -> PairedCounts | None:
+        """`paired` as counts of independent items."""
+        return None if self.paired is None else shrunk(self.paired, self.design_effect)
+
+    @property
+    def distance(self) -> float:
+        """How far the candidate is from the base, in `unit` and without a sign.
+
+        Of pass-or-fail items, half of those that changed: by chance alone as many are lost.
+        """
+        if self.paired is not None:
+            return (self.paired.lost + self.paired.gained) / (2 * self.paired.num_items)
+        return abs(self.estimate - 1) if self.unit in ("ratio", "share") else abs(self.estimate)
 
     @property
     def has_interval(self) -> bool:
@@ -63,6 +85,13 @@ def format_value(value: float, unit: Unit) -> str:
     if unit == "share":
         return f"{value:.1%}"
     return f"{value * 100:+.1f} pp"
+
+
+def format_distance(value: float, unit: Unit) -> str:
+    """How far apart, without a sign: 0.0300, 0.0215 nats, 8.0 pp."""
+    if unit in ("share", "drop"):
+        return f"{value * 100:.1f} pp"
+    return format_value(value, unit)
 
 
 def format_interval(estimate: float, lower: float, upper: float, unit: Unit) -> str:

@@ -79,6 +79,7 @@ def to_json(evaluation: Evaluation) -> dict[str, Any]:
             "detectable": wording.detectable(e),
         },
         "findings": [_finding(f) for f in e.verdict.findings],
+        "alarms": [asdict(alarm) for alarm in e.verdict.alarms],
         "measurements": {m.name: _measurement(m) for m in e.measurements},
         "kld": _kld(e),
         "answers": _answers(e),
@@ -94,13 +95,17 @@ def _finite(number: float | None) -> float | None:
 def _finding(f: Finding) -> dict[str, Any]:
     return {
         "metric": f.name,
-        "label": METRICS[f.name].label,
+        "stratum": f.stratum,
+        "label": f.label,
         "outcome": f.outcome,
         "required": f.rule.required,
         "limit": f.rule.model_dump(exclude_none=True),
         "reason": f.reason,
         "num_needed": f.num_needed,
+        "p_value": f.p_value,
+        "holm_p": f.holm_p,
         "regression_suspected": f.alarm,
+        "noise_floor": f.noise,
     }
 
 
@@ -119,6 +124,7 @@ def _measurement(m: Measurement) -> dict[str, Any]:
     }
     if m.paired is not None:
         row |= {"lost": m.paired.lost, "gained": m.paired.gained, "mcnemar_p": mcnemar_p(m.paired)}
+        row["design_effect"] = m.design_effect
     if m.domains:
         row["domains"] = {name: _measurement(part) for name, part in m.domains}
     return row
@@ -226,7 +232,7 @@ def _gate_table(e: Evaluation) -> str:
         ("metric", "base", "candidate", "difference [interval]", "limit", "verdict"),
         (
             (
-                METRICS[f.name].label,
+                f.label,
                 wording.value(f.measurement.base, f.measurement),
                 wording.value(f.measurement.candidate, f.measurement),
                 wording.difference(f.measurement),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from eval import wording
 from eval.evaluation import Evaluation
-from eval.gate import Finding, Outcome
+from eval.gate import Finding
+from eval.gate_rules import Outcome
 from quant.artifact.stamp import STAMP_NAME, MetricRecord, Numerics, Stamp, Verdict, write_stamp
 
 _VERDICTS: dict[Outcome, Verdict] = {
@@ -48,7 +49,7 @@ def _record(finding: Finding, e: Evaluation) -> MetricRecord:
     m = finding.measurement
     file = "text.jsonl" if m.counted == "tokens" else "extraction.jsonl"
     return MetricRecord(
-        name=finding.name,
+        name=f"{finding.name}[{finding.stratum}]" if finding.stratum else finding.name,
         suite=f"{file} sha256 {e.suite.digests[file]}, seed {e.amounts.seed}",
         value=_finite(m.estimate),
         low=_finite(m.lower),

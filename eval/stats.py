@@ -7,15 +7,21 @@ given confidence, so the pair (lower, upper) at 0.95 is a 90 % two-sided interva
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import TypeVar
 
 import numpy as np
 
 _NORMAL = NormalDist()
 _BISECTIONS = 60
 BCA_BELOW = 200
+# With fewer clusters than this that differ, their likeness cannot be estimated and is taken to be
+# complete.
+FEW_CLUSTERS = 5
+# All signs are tried up to this many clusters that differ, then a sample is drawn.
+_EXACT_SIGNS = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +144,119 @@ def clopper_pearson_upper(successes: int, trials: int, confidence: float = 0.95)
 def clopper_pearson_lower(successes: int, trials: int, confidence: float = 0.95) -> float:
     """One-sided lower bound of a proportion; 0.0 without trials."""
     return 1.0 - clopper_pearson_upper(trials - successes, trials, confidence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedResult:
+    """Pass-or-fail items in clusters. `counts` are the items as they are.
+
+    design_effect: by how much the clusters' likeness inflates the variance; `shrunk` divides by it.
+    interval: the drop. p_value: one-sided, of "the candidate is worse".
+    """
+
+    counts: PairedCounts
+    design_effect: float
+    interval: Interval
+    p_value: float
+
+
+def paired_by_cluster(
+    base_ok: Sequence[bool],
+    candidate_ok: Sequence[bool],
+    clusters: Sequence[str],
+    sampling: Sampling,
+) -> PairedResult:
+    """Score bounds of the drop for items of which several may come from one document.
+
+    The counts are divided by the design effect (Kish 1965; Korn and Graubard 1998): ten items of
+    one document are between one and ten pieces of evidence. McNemar's test is replaced by flipping
+    the signs of whole clusters.
+    """
+    counts = paired_counts(list(base_ok), list(candidate_ok))
+    if len(set(clusters)) == len(clusters):
+        interval = drop_interval(counts, sampling.confidence)
+        return PairedResult(
+            counts=counts, design_effect=1.0, interval=interval, p_value=mcnemar_p(counts)
+        )
+    base, candidate = np.array(base_ok, dtype=float), np.array(candidate_ok, dtype=float)
+    change = base - candidate
+    effect = max(design_effect(change, clusters), design_effect(np.maximum(change, 0), clusters))
+    interval = drop_interval(shrunk(counts, effect), sampling.confidence)
+    return PairedResult(
+        counts=counts,
+        design_effect=effect,
+        interval=Interval(
+            estimate=counts.drop,
+            lower=min(interval.lower, counts.drop),
+            upper=max(interval.upper, counts.drop),
+        ),
+        p_value=sign_flip_p(_cluster_sums(change, clusters), sampling),
+    )
+
+
+def design_effect(values: np.ndarray, clusters: Sequence[str]) -> float:
+    """Variance of the mean of [N] values by clusters over that of independent values; >= 1.
+
+    With few clusters that are not all zero it is the largest possible one, as if the items of a
+    cluster were copies of each other.
+    """
+    _, index, sizes = np.unique(list(clusters), return_inverse=True, return_counts=True)
+    copies = float((sizes**2).sum() / len(values))
+    sums = np.bincount(index, weights=values)
+    if np.count_nonzero(sums) < FEW_CLUSTERS or len(sizes) < 2:
+        return copies
+    alone = float(((values - values.mean()) ** 2).sum())
+    together = float(((sums - sizes * values.mean()) ** 2).sum()) * len(sizes) / (len(sizes) - 1)
+    return max(1.0, together / alone) if alone > 0 else copies
+
+
+def _cluster_sums(values: np.ndarray, clusters: Sequence[str]) -> np.ndarray:
+    _, index = np.unique(list(clusters), return_inverse=True)
+    return np.bincount(index, weights=values)
+
+
+def shrunk(counts: PairedCounts, effect: float) -> PairedCounts:
+    """The counts of as many independent items as these are worth, losses rounded up."""
+    if effect <= 1:
+        return counts
+    lost = math.ceil(counts.lost / effect - 1e-9)
+    gained = math.floor(counts.gained / effect + 1e-9)
+    base_ok = max(round(counts.num_base_ok / effect), lost)
+    items = max(math.floor(counts.num_items / effect), base_ok + gained, 1)
+    return PairedCounts(num_items=items, num_base_ok=base_ok, lost=lost, gained=gained)
+
+
+def sign_flip_p(drops: np.ndarray, sampling: Sampling) -> float:
+    """One-sided p-value of "the candidate is worse" from [C] sums of base - candidate.
+
+    The permutation test: without a difference, each cluster's sign is a coin's. With drops of one
+    item each this is the exact McNemar test.
+    """
+    sizes = np.abs(drops[drops != 0])
+    found = float(drops.sum()) - 1e-9
+    if len(sizes) == 0:
+        return 1.0
+    if len(sizes) <= _EXACT_SIGNS:
+        codes = np.arange(1 << len(sizes))[:, None] >> np.arange(len(sizes))
+        return float(np.mean((1 - 2 * (codes & 1)) @ sizes >= found))
+    rng = np.random.default_rng(sampling.seed)
+    signs = 1 - 2 * rng.integers(0, 2, size=(sampling.draws, len(sizes)), dtype=np.int8)
+    reached = int(np.count_nonzero(signs.astype(np.float64) @ sizes >= found))
+    return (1 + reached) / (1 + sampling.draws)
+
+
+K = TypeVar("K")
+
+
+def holm(p_values: Mapping[K, float]) -> dict[K, float]:
+    """Holm's adjusted p-values (1979): below 0.05, the chance of even one false alarm is 5 %."""
+    adjusted: dict[K, float] = {}
+    largest = 0.0
+    ranked = sorted(p_values.items(), key=lambda pair: pair[1])
+    for rank, (key, p) in enumerate(ranked):
+        largest = max(largest, min(1.0, p * (len(ranked) - rank)))
+        adjusted[key] = largest
+    return adjusted
 
 
 Statistic = Callable[[np.ndarray], np.ndarray]

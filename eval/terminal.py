@@ -19,7 +19,6 @@ from rich.text import Text
 from eval import wording
 from eval.api import Written
 from eval.evaluation import Evaluation, Exchange
-from eval.gate_spec import METRICS
 
 _COLOURS = {
     "accepted": "green",
@@ -134,7 +133,7 @@ def _gate_table(e: Evaluation, console: Console) -> Table:
     table.add_column("verdict", overflow="fold")
     for f in e.verdict.findings:
         table.add_row(
-            METRICS[f.name].label,
+            f.label,
             wording.value(f.measurement.base, f.measurement),
             wording.value(f.measurement.candidate, f.measurement),
             Text(wording.difference(f.measurement)),

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 from eval.amounts import Amounts
 from eval.evaluation import Evaluation, Exchange
-from eval.gate import RETENTION_MARGINS, Finding
-from eval.gate_spec import METRICS, MetricRule
+from eval.gate import Finding
+from eval.gate_rules import RETENTION_MARGINS
+from eval.gate_spec import StratumRule
 from eval.measurement import Measurement, format_interval
 from eval.stats import PairedCounts, drop_upper, fewest_clusters
 
@@ -66,7 +67,7 @@ def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def limit(rule: MetricRule) -> str:
+def limit(rule: StratumRule) -> str:
     """The limit as a person writes it: <= 1.03, >= 92 %, > -5 pp."""
     if rule.kind == "max_drop":
         return f"> -{rule.limit * 100:g} pp"
@@ -98,15 +99,26 @@ def in_words(finding: Finding) -> str:
 def remarks(evaluation: Evaluation) -> list[str]:
     """One line for each rule that needs one: what would decide it, or that a loss is suspected."""
     lines = []
-    for finding in evaluation.verdict.findings:
-        label = METRICS[finding.name].label
+    findings = evaluation.verdict.findings
+    failed = {(f.name, f.stratum) for f in findings if f.outcome == "fail"}
+    for finding in findings:
+        label = finding.label
         is_open = finding.outcome == "inconclusive" and finding.rule.required
-        if is_open and "too weak" not in finding.reason:
+        if is_open and not _is_hopeless(finding):
             confidence = evaluation.sampling.confidence
             lines.append(f"{label} is undecided: {_what_decides(finding, confidence)}.")
-        if finding.alarm:
-            lines.append(f"{label}: regression suspected, more items got worse than chance allows.")
+    lines += [
+        f"{alarm.label}: regression suspected, more items got worse than chance allows "
+        f"(p {alarm.p_value:.2g}, {alarm.holm_p:.2g} corrected for all metrics)."
+        for alarm in evaluation.verdict.alarms
+        if (alarm.name, alarm.stratum) not in failed
+    ]
     return lines
+
+
+def _is_hopeless(finding: Finding) -> bool:
+    """Whether no number of samples would decide: the base, or its noise, stands in the way."""
+    return any(words in finding.reason for words in ("too weak", "noise floor"))
 
 
 def _what_decides(finding: Finding, confidence: float) -> str:
@@ -209,7 +221,7 @@ def _more_evidence(evaluation: Evaluation) -> list[str]:
             f"with at least {fewest} documents."
         )
     if any("too weak" in f.reason for f in deciding):
-        labels = ", ".join(METRICS[f.name].label for f in deciding if "too weak" in f.reason)
+        labels = ", ".join(f.label for f in deciding if "too weak" in f.reason)
         steps.append(
             f"{labels}: the base itself hardly solves this suite, so no number of items helps; "
             "judge with a suite it can solve (--suite) or a stronger base."

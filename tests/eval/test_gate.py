@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,10 +47,8 @@ def items(n: int, base_ok: int, lost: int, gained: int, **more: Any) -> Measurem
         lower=interval.lower,
         upper=interval.upper,
         counted="items",
-        num_scored=n,
-        num_clusters=n,
         paired=paired,
-        **more,
+        **{"num_scored": n, "num_clusters": n, **more},
     )
 
 
@@ -79,6 +78,144 @@ VECTORS = [
 @pytest.mark.parametrize(("n", "lost", "gained", "expected"), VECTORS)
 def test_paired_rule(n: int, lost: int, gained: int, expected: str) -> None:
     assert outcome({"max_drop": 0.02}, items(n, n - gained, lost, gained)) == expected
+
+
+def measured(*found: Measurement, **named: Measurement) -> dict[str, Measurement]:
+    return {m.name: m for m in found} | named
+
+
+def within(stratum: str, part: Measurement, whole: Measurement) -> Measurement:
+    return replace(whole, domains=((stratum, part), *whole.domains))
+
+
+def test_a_stratum_has_a_margin_of_its_own() -> None:
+    """Flawless over all, undecided where there are few, rejected where the loss is."""
+    whole = items(900, 900, 0, 0)
+    rule = {"max_drop": 0.02, "strata": {"length:4k-8k": {"max_drop": 0.05}}}
+    for part, expected in ((items(100, 100, 0, 0), 0), (items(40, 40, 0, 0), 3),
+                           (items(100, 100, 16, 0), 1)):  # fmt: skip
+        found = measured(within("length:4k-8k", part, whole))
+        verdict = judge(spec(schema_valid=rule), found)
+        assert verdict.exit_code == expected
+        assert [f.stratum for f in verdict.findings] == ["", "length:4k-8k"]
+    assert verdict.deciding[0].label == "Schema valid in length:4k-8k"
+    assert "Schema valid in length:4k-8k: a drop of" in verdict.deciding[0].reason
+
+
+def test_a_star_is_every_stratum_of_its_kind_that_has_no_rule_of_its_own() -> None:
+    part = items(100, 100, 0, 0)
+    whole = items(900, 900, 0, 0)
+    for name in ("lang:en", "source:code", "lang:zh"):
+        whole = within(name, part, whole)
+    strata = {"lang:*": {"max_drop": 0.05}, "lang:zh": {"max_drop": 0.1}}
+    verdict = judge(spec(schema_valid={"max_drop": 0.02, "strata": strata}), measured(whole))
+    assert [(f.stratum, f.rule.limit) for f in verdict.findings] == [
+        ("", 0.02), ("lang:en", 0.05), ("lang:zh", 0.1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", ["lang:zh", "length:*"])
+def test_a_stratum_without_items_is_an_error(pattern: str) -> None:
+    whole = within("lang:en", items(900, 900, 0, 0), items(900, 900, 0, 0))
+    rule = {"max_drop": 0.02, "strata": {pattern: {"max_drop": 0.05}}}
+    with pytest.raises(EvaluationError, match="holds no such items; measured: lang:en"):
+        judge(spec(schema_valid=rule), measured(whole))
+    empty = within("lang:zh", items(1, 1, 0, 0, num_scored=0), whole)
+    if pattern == "lang:zh":
+        with pytest.raises(EvaluationError, match="schema_valid in lang:zh: zero items"):
+            judge(spec(schema_valid=rule), measured(empty))
+
+
+def test_a_guard_within_a_stratum_need_not_be_decided() -> None:
+    whole = within("lang:zh", items(10, 10, 0, 0), items(900, 900, 0, 0))
+    rule = {"max_drop": 0.02, "strata": {"lang:zh": {"max_drop": 0.05, "required": False}}}
+    assert judge(spec(schema_valid=rule), measured(whole)).exit_code == 0
+
+
+def test_alarms_are_corrected_for_all_that_was_measured() -> None:
+    """p = .0039 is an alarm among three metrics and none among twenty."""
+    rules = spec(schema_valid={"max_drop": 0.02})
+    worse = items(400, 400, 8, 0)
+    for others, expected in ((2, True), (19, False)):
+        more = {f"guard{i}": items(400, 400, 1, 1) for i in range(others)}
+        verdict = judge(rules, measured(worse, **more))
+        finding = verdict.findings[0]
+        assert finding.p_value == pytest.approx(2**-8)
+        assert finding.holm_p == pytest.approx((others + 1) * 2**-8)
+        assert finding.alarm is expected
+        assert bool(verdict.alarms) is expected
+
+
+def test_a_metric_without_a_rule_raises_the_alarm_too() -> None:
+    unruled = items(400, 400, 12, 0)
+    verdict = judge(spec(schema_valid={"max_drop": 0.02}),
+                    measured(items(400, 400, 0, 0), language_kept=unruled))  # fmt: skip
+    assert verdict.exit_code == 0
+    assert [alarm.name for alarm in verdict.alarms] == ["language_kept"]
+
+
+def test_changes_within_the_noise_of_the_base_are_no_alarm() -> None:
+    """The base against itself flips 16 of 400; the candidate flips 8."""
+    worse = items(400, 400, 8, 0)
+    noise = {"schema_valid": items(400, 400, 8, 8)}
+    rules = spec(schema_valid={"max_drop": 0.05})
+    assert judge(rules, measured(worse)).findings[0].alarm
+    finding = judge(rules, measured(worse), noise).findings[0]
+    assert not finding.alarm
+    assert finding.noise == pytest.approx(0.02)
+    assert judge(rules, measured(worse), noise).alarms == ()
+
+
+@pytest.mark.parametrize(
+    ("rule", "found", "noise"),
+    [
+        ({"max_drop": 0.02}, items(900, 900, 0, 0), items(900, 900, 20, 20)),
+        ({"max": 0.01}, tokens("kl_mean", 0.001, 0.0, 0.002), tokens("kl_mean", 0.02, 0.01, 0.03)),
+        ({"max": 1.01}, tokens("perplexity_ratio", 1, 1, 1),
+         tokens("perplexity_ratio", 0.98, 1, 1)),
+        ({"min": 0.99}, tokens("top1_agreement", 1, 1, 1), tokens("top1_agreement", 0.98, 0.9, 1)),
+    ],
+)  # fmt: skip
+def test_a_limit_within_the_noise_cannot_be_judged(
+    rule: dict[str, Any], found: Measurement, noise: Measurement
+) -> None:
+    rules = spec(**{found.name: rule})
+    assert judge(rules, measured(found)).exit_code == 0
+    assert judge(rules, measured(found), measured(replace(noise, name=found.name))).exit_code == 3
+    quiet = replace(noise, paired=None, estimate=found.estimate)
+    verdict = judge(rules, measured(found), {found.name: quiet})
+    assert verdict.exit_code == 0
+
+
+def test_noise_does_not_excuse_a_certain_loss() -> None:
+    noise = {"schema_valid": items(900, 900, 20, 20)}
+    rules = spec(schema_valid={"max_drop": 0.02})
+    assert judge(rules, measured(items(900, 900, 90, 0)), noise).exit_code == 1
+
+
+def test_a_lost_golden_item_rejects() -> None:
+    found = items(900, 900, 1, 0, golden_lost=("contract-7",))
+    verdict = judge(spec(schema_valid={"max_drop": 0.05}), measured(found))
+    assert verdict.exit_code == 1
+    assert "golden items, which must never be lost, are lost (contract-7)" in (
+        verdict.findings[0].reason
+    )
+
+
+def test_the_candidate_must_reach_its_own_minimum() -> None:
+    rule = {"max_drop": 0.05, "at_least": 0.95}
+    assert outcome(rule, items(900, 860, 0, 0)) == "pass"
+    assert outcome(rule, items(900, 850, 0, 0)) == "fail"
+
+
+def test_items_of_one_document_are_not_independent() -> None:
+    """400 items pass; as 10 each of 40 documents that stand or fall together, they do not."""
+    assert outcome({"max_drop": 0.02}, items(400, 400, 0, 0)) == "pass"
+    clustered = items(400, 400, 0, 0, num_clusters=40, design_effect=10.0)
+    verdict = judge(spec(schema_valid={"max_drop": 0.02}), measured(clustered))
+    assert verdict.exit_code == 3
+    assert "in 40 documents (worth 40 independent ones)" in verdict.findings[0].reason
+    assert 1460 <= (verdict.findings[0].num_needed or 0) <= 1530
 
 
 def test_regression_is_suspected_when_significant_but_not_certainly_beyond_the_margin() -> None:

@@ -62,6 +62,15 @@ HEAD = "version: 1\nmetrics:\n"
         ("version: true\nmetrics: {kl_mean: {max: 1}}", "g.yaml:1: version"),
         (HEAD + "  schema_valid: {max_drop: 0.6}", "no base could show the loss"),
         (HEAD + "  schema_valid: {max_drop: 0.05, judge: estimate}", "always judged by its bounds"),
+        (HEAD + "  schema_valid: {max_drop: 0.02, strata: {zh: {max_drop: 0.05}}}",
+         "g.yaml:3: metrics.schema_valid: stratum 'zh': expected KIND:VALUE"),
+        (HEAD + "  schema_valid:\n    max_drop: 0.02\n    strata:\n      lang:zh: {max: 0.05}",
+         "g.yaml:6: schema_valid takes the limit 'max_drop', found 'max'"),
+        (HEAD + "  schema_valid:\n    max_drop: 0.02\n    strata:\n      lang:zh: {max_dop: 0.05}",
+         "did you mean 'max_drop'"),
+        (HEAD + "  schema_valid: {max_drop: 0.02, strata: {'lang:zh': {max_drop: 0.05, "
+         "domains: true}}}", "unknown key 'metrics.schema_valid.strata.lang:zh.domains'"),
+        (HEAD + "  kl_mean: {max: 1, at_least: 0.5}", "only max_drop metrics take at_least"),
         (HEAD + "  kl_mean: {max: 1, floor: 0.5}", "only max_drop metrics have a floor"),
     ],
 )  # fmt: skip

@@ -14,12 +14,17 @@ from eval.stats import (
     Sampling,
     clopper_pearson_upper,
     cluster_bootstrap,
+    design_effect,
     drop_lower,
     drop_upper,
     drop_z,
     fewest_clusters,
+    holm,
     mcnemar_p,
+    paired_by_cluster,
     paired_counts,
+    shrunk,
+    sign_flip_p,
 )
 
 
@@ -178,3 +183,69 @@ def test_bootstrap_without_information_claims_none() -> None:
     assert same.lower == same.upper == same.estimate
     broken = cluster_bootstrap(np.array([[math.nan, 1.0], [0, 1]]), ratio, Sampling(draws=1000))
     assert math.isnan(broken.estimate)
+
+
+def test_holm_by_hand() -> None:
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx(
+        {"a": 0.03, "c": 0.06, "b": 0.06}
+    )
+    assert holm({"a": 0.9, "b": 0.8}) == {"b": 1.0, "a": 1.0}
+    assert holm({}) == {}
+
+
+@given(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), max_size=14))
+def test_sign_flips_of_single_items_are_mcnemar(drops: list[float]) -> None:
+    table = counts(len(drops) or 1, drops.count(1.0), drops.count(-1.0))
+    assert sign_flip_p(np.array(drops), Sampling()) == pytest.approx(mcnemar_p(table), abs=1e-9)
+
+
+def test_sampled_sign_flips_agree_with_the_exact_test() -> None:
+    drops = np.array([1.0] * 20 + [-1.0] * 8)
+    exact = mcnemar_p(counts(28, 20, 8))
+    assert sign_flip_p(drops, Sampling(draws=20_000)) == pytest.approx(exact, abs=0.005)
+
+
+def test_design_effect_of_copies_and_of_independent_items() -> None:
+    rng = np.random.default_rng(0)
+    names = [f"doc{i // 5}" for i in range(1000)]
+    alone = (rng.random(1000) < 0.2).astype(float)
+    assert design_effect(alone, names) == pytest.approx(1.0, abs=0.2)
+    copies = np.repeat(rng.random(200) < 0.2, 5).astype(float)
+    assert design_effect(copies, names) == pytest.approx(5.0, rel=0.1)
+    assert design_effect(np.zeros(1000), names) == 5.0
+    uneven = ["a"] * 6 + ["b", "c"]
+    assert design_effect(np.zeros(8), uneven) == pytest.approx((36 + 1 + 1) / 8)
+
+
+def test_shrunk_counts_never_say_more_than_the_items() -> None:
+    table = PairedCounts(num_items=400, num_base_ok=390, lost=5, gained=3)
+    assert shrunk(table, 1.0) == table
+    small = shrunk(table, 4.0)
+    assert small == PairedCounts(num_items=100, num_base_ok=98, lost=2, gained=0)
+    assert drop_upper(small) > drop_upper(table)
+
+
+def test_items_that_share_documents_are_judged_by_documents() -> None:
+    """A false alarm is as rare as it should be although ten items of a document flip together."""
+    rng = np.random.default_rng(5)
+    names = [f"doc{i // 10}" for i in range(600)]
+    missed = alarms = 0
+    for trial in range(150):
+        lost, gained = (np.repeat(rng.random(60) < 0.05, 10) for _ in range(2))
+        base, candidate = ~gained, ~lost
+        base = base | (lost & gained)
+        found = paired_by_cluster(
+            list(base), list(candidate), names, Sampling(draws=1000, seed=trial)
+        )
+        missed += found.interval.upper < 0.0
+        alarms += found.p_value < 0.05
+    assert missed / 150 < 0.09
+    assert alarms / 150 < 0.09
+
+
+def test_one_item_a_document_is_the_plain_test() -> None:
+    base, candidate = [True] * 20, [True] * 16 + [False] * 4
+    found = paired_by_cluster(base, candidate, [str(i) for i in range(20)], Sampling())
+    assert found.design_effect == 1.0
+    assert found.p_value == mcnemar_p(counts(20, 4, 0)) == 2**-4
+    assert found.interval.upper == drop_upper(counts(20, 4, 0))

@@ -1,0 +1,188 @@
+"""A plan for one gates file and one suite: `eval.plan`'s probabilities for their rules.
+
+Reads the gates file, counts the suite's strata, and takes discordance and base scores from an
+earlier report where one is given.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from eval.errors import UsageError
+from eval.gate_spec import METRICS, GateSpec, StratumRule, load_gates
+from eval.plan import POWER, Ability, ability, equal, items_to_pass
+from eval.suites import load_suite
+from quant.artifact.shipped import resolve_input, shipped_dir
+
+DISCORDANCES = (0.01, 0.02, 0.04, 0.08)
+TYPICAL = 0.02
+_ENOUGH = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What is known of the models: by metric, the share of items that changed, and of base right.
+
+    A metric that was not seen is taken to be TYPICAL and `default_base`.
+    """
+
+    discordance: Mapping[str, float] = field(default_factory=dict)
+    base: Mapping[str, float] = field(default_factory=dict)
+    default_base: float = 0.98
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricPlan:
+    """One rule for pass-or-fail items; needed: items for `power`, None when no number is enough."""
+
+    label: str
+    required: bool
+    ability: Ability
+    needed: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Items to accept an equal candidate by margin and discordance, and what `num_items` can do.
+
+    accepts_all: chance that every required metric of an equal candidate passes, if independent.
+    """
+
+    num_items: int
+    power: float
+    discordances: tuple[float, ...]
+    needed: dict[float, tuple[int | None, ...]]
+    metrics: tuple[MetricPlan, ...]
+    accepts_all: float
+    remarks: tuple[str, ...]
+
+
+def make_plan(
+    *,
+    gates: str | None = None,
+    suite: Path | None = None,
+    num_items: int,
+    margins: tuple[float, ...] = (),
+    discordances: tuple[float, ...] = (),
+    seen: Seen | None = None,
+    power: float = POWER,
+) -> Plan:
+    """Plan for a gates file, looked up as `evaluate` does; UsageError when something is missing."""
+    seen = seen or Seen()
+    try:
+        path = resolve_input(gates or "gates/default.yaml", "recipes", within="gates")
+        folder = suite or shipped_dir("calib_data") / "gate"
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from error
+    spec = load_gates(path).spec
+    counts = _strata(folder)
+    have = counts.pop("")
+    sizes = {stratum: n * num_items // have for stratum, n in counts.items()}
+    rows = tuple(_metric_plans(spec, sizes, num_items, seen, power))
+    wanted = sorted({rule.limit for _, _, rule in _rules(spec)} | set(margins))
+    shares = discordances or DISCORDANCES
+
+    def needed(margin: float) -> tuple[int | None, ...]:
+        trials = [
+            equal(d, margin, confidence=spec.confidence, base=seen.default_base) for d in shares
+        ]
+        return tuple(items_to_pass(trial, power) for trial in trials)
+
+    return Plan(
+        num_items=num_items,
+        power=power,
+        discordances=shares,
+        needed={margin: needed(margin) for margin in wanted},
+        metrics=rows,
+        accepts_all=math.prod(row.ability.accepts_equal for row in rows if row.required),
+        remarks=tuple(_remarks(rows, num_items, have)),
+    )
+
+
+def read_seen(report: Path) -> Seen:
+    """Discordance and base scores from a report.json of `evaluate`; UsageError when it is none."""
+    try:
+        content = json.loads(report.read_bytes())
+        rows = {k: m for k, m in content["measurements"].items() if "lost" in m}
+        return Seen(
+            discordance={k: (m["lost"] + m["gained"]) / m["num_items"] for k, m in rows.items()},
+            base={k: float(m["base"]) for k, m in rows.items()},
+        )
+    except OSError as error:
+        raise UsageError(f"cannot read the report {report}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise UsageError(f"{report} is no report.json of evaluate: {error!r}") from error
+
+
+def _strata(folder: Path) -> Counter[str]:
+    """Items by stratum, all of them under ""."""
+    counts: Counter[str] = Counter()
+    for item in load_suite(folder).items:
+        counts.update(("", f"source:{item.source}", f"lang:{item.lang}"))
+    return counts
+
+
+def _rules(spec: GateSpec) -> Iterator[tuple[str, str, StratumRule]]:
+    """Rules for pass-or-fail items: (metric, stratum, rule)."""
+    for name, rule in spec.metrics.items():
+        if METRICS[name].by_item:
+            yield name, "", rule
+            for stratum, within in rule.strata.items():
+                yield name, stratum, within
+
+
+def _metric_plans(
+    spec: GateSpec, counts: Mapping[str, int], num_items: int, seen: Seen, power: float
+) -> Iterator[MetricPlan]:
+    rules = [
+        (name, found, rule, n)
+        for name, stratum, rule in _rules(spec)
+        for found, n in _sizes(stratum, counts, num_items)
+    ]
+    for name, stratum, rule, n in rules:
+        trial = equal(
+            seen.discordance.get(name, TYPICAL),
+            rule.limit,
+            confidence=spec.confidence,
+            base=seen.base.get(name, seen.default_base),
+        )
+        can = ability(replace(trial, num_items=max(n, 1)), power=power, num_metrics=len(rules))
+        label = METRICS[name].label + (f" in {stratum}" if stratum else "")
+        yield MetricPlan(
+            label=label, required=rule.required, ability=can, needed=items_to_pass(trial, power)
+        )
+
+
+def _sizes(stratum: str, counts: Mapping[str, int], num_items: int) -> list[tuple[str, int]]:
+    if not stratum:
+        return [("", num_items)]
+    if stratum.endswith(":*"):
+        return [(s, n) for s, n in sorted(counts.items()) if s.startswith(stratum[:-1])]
+    return [(stratum, counts.get(stratum, 0))]
+
+
+def _remarks(rows: tuple[MetricPlan, ...], asked: int, have: int) -> Iterator[str]:
+    if asked > have:
+        yield (
+            f"The suite holds {have} of the {asked} items: make more with "
+            f"calib_data/generate.py --split gate --gate-n {asked}."
+        )
+    required = [row.ability.accepts_equal for row in rows if row.required]
+    if len(required) > 1:
+        yield (
+            f"All {len(required)} required rows together accept an equal candidate with "
+            f"{math.prod(required):.0%} (if independent): each one more lowers it."
+        )
+    weak = [row.label for row in rows if row.required and row.ability.accepts_equal < _ENOUGH]
+    if weak:
+        yield f"Too few items for {', '.join(weak)}: expect inconclusive even of a sound artifact."
+    yield (
+        "In parentheses: guards, which need not be decided. "
+        "Assumes one item a document; of several, the design effect in the report says how many "
+        "more it takes. Notices: exact McNemar, corrected for all rows. Rejects: the gate is sure."
+    )

@@ -1,0 +1,93 @@
+"""`evaluate plan` on the command line: the shipped gates, one's own margins, an earlier report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.cli import main
+
+GATES = """version: 1
+metrics:
+  schema_valid: {max_drop: 0.05, strata: {"source:*": {max_drop: 0.1, required: false}}}
+  json_valid: {max_drop: 0.05}
+  kl_mean: {max: 0.1}
+"""
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
+
+
+def test_the_default_plan_says_what_180_items_can_do(plan: Callable[..., Any]) -> None:
+    code, out, _ = plan()
+    assert code == 0
+    assert "5 pp" in out
+    assert "What 180 items can do" in out
+    row = next(line for line in out.splitlines() if line.startswith("Schema valid"))
+    assert row.split() == ["Schema", "valid", "180", "5", "pp", "2.0%", "97%", "6.6", "pp", "10.8",
+                           "pp", "124"]  # fmt: skip
+
+
+def test_ones_own_margins_and_suite(
+    plan: Callable[..., Any], suite_dir: Path, tmp_path: Path
+) -> None:
+    gates = tmp_path / "g.yaml"
+    gates.write_text(GATES)
+    code, out, _ = plan("--gates", gates, "--suite", suite_dir, "--items", 140, "--json",
+                        "--margin", 0.02, "--discordance", 0.02)  # fmt: skip
+    assert code == 0
+    made = json.loads(out)
+    assert made["needed"] == {"0.02": [398], "0.05": [124], "0.1": [made["needed"]["0.1"][0]]}
+    sizes = {row["label"]: row["ability"]["num_items"] for row in made["metrics"]}
+    assert sizes["Schema valid"] == sizes["JSON valid"] == 140
+    assert sum(n for label, n in sizes.items() if " in source:" in label) in (139, 140)
+    assert not any("KLD" in label for label in sizes)
+    required = [row["ability"]["accepts_equal"] for row in made["metrics"] if row["required"]]
+    assert made["accepts_all"] == pytest.approx(required[0] * required[1])
+    assert "holds 70 of the 140 items" in " ".join(made["remarks"])
+
+
+def test_a_report_brings_its_discordance(plan: Callable[..., Any], tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    row = {"base": 0.9, "lost": 6, "gained": 4, "num_items": 100}
+    report.write_text(json.dumps({"measurements": {"schema_valid": row, "kl_mean": {}}}))
+    _, out, _ = plan("--report", report, "--json")
+    metrics = {row["label"]: row["ability"] for row in json.loads(out)["metrics"]}
+    assert metrics["Schema valid"]["discordance"] == pytest.approx(0.1)
+    assert metrics["JSON valid"]["discordance"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gates", "none.yaml"], "none.yaml"),
+        (["--items", "0"], "--items"),
+        (["--margin", "2"], "--margin"),
+        (["--report", "no-report.json"], "cannot read the report"),
+        (["--suite", "no-suite"], "no suite at no-suite"),
+    ],
+)
+def test_wrong_usage(plan: Callable[..., Any], arguments: list[str], message: str) -> None:
+    code, _, err = plan(*arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_a_file_that_is_no_report(plan: Callable[..., Any], tmp_path: Path) -> None:
+    for content in ("[]", "{", '{"measurements": {"a": {"lost": 1}}}'):
+        (tmp_path / "r.json").write_text(content)
+        code, _, err = plan("--report", tmp_path / "r.json")
+        assert code == 2
+        assert "no report.json of evaluate" in err
