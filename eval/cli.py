@@ -80,9 +80,6 @@ app = typer.Typer(
 )
 
 
-app.command(name="plan", help=cli_plan.HELP, epilog=cli_plan.EPILOG)(cli_plan.plan)
-
-
 @app.callback()
 def _group() -> None:
     """Weigh an artifact against the model it was made from."""
@@ -234,9 +231,8 @@ def judge(
     raise typer.Exit(written.evaluation.verdict.exit_code)
 
 
-app.command(cli_lm_eval.NAME, help=cli_lm_eval.HELP, epilog=cli_lm_eval.EPILOG)(
-    cli_lm_eval.command
-)
+app.command("plan", help=cli_plan.HELP, epilog=cli_plan.EPILOG)(cli_plan.plan)
+app.command(cli_lm_eval.NAME, help=cli_lm_eval.HELP, epilog=cli_lm_eval.EPILOG)(cli_lm_eval.command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
