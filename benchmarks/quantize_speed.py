@@ -52,7 +52,7 @@ from quant.artifact.durable import write_file, write_safetensors
 from quant.calibration import windows_from_token_lists
 from quant.checkpoint import Source
 from quant.estimate import estimate
-from quant.machine import anonymous_bytes, is_gpu, measured_speed
+from quant.machine import anonymous_bytes, device_speed, is_gpu, speed_of
 from quant.peak_memory import PROCESS_BYTES, Workload
 from quant.pipeline import run, tokens_at_once
 from quant.plan import Plan, make_plan
@@ -193,21 +193,22 @@ def plan_of(source: Source, recipe: Recipe) -> Plan:
 
 def predicted(
     source: Source, windows: list[list[int]], recipe: Recipe, device: str
-) -> dict[str, float]:
-    """What `plan` says such a run takes, before it."""
-    plan, speed = plan_of(source, recipe), measured_speed(device)
+) -> dict[str, Any]:
+    """What `plan` says such a run takes, before it, and the device's speed that it took."""
+    plan, found = plan_of(source, recipe), device_speed(device)
     work = Workload(
         tokens=sum(map(len, windows)), window_tokens=max(map(len, windows)),
         batch_tokens=tokens_at_once(recipe, plan, device), is_gpu=is_gpu(device),
         process_bytes=max(PROCESS_BYTES, anonymous_bytes()),
     )  # fmt: skip
-    cost = estimate(plan, work, speed)
+    cost = estimate(plan, work, speed_of(found))
     assert cost.seconds is not None
     return {
         "predicted_s": cost.seconds,
         "predicted_host_gb": cost.host_bytes / 1e9,
         "predicted_gpu_gb": cost.gpu_bytes / 1e9,
         "predicted_disk_gb": cost.disk_bytes / 1e9,
+        "device_speed": asdict(found),
     }
 
 

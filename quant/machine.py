@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -20,8 +20,10 @@ from quant.run_time import H200, Speed
 _SIZES = {"cpu": 1024, "cuda": 4096}
 _VALUES = 1 << 22
 _MIN_SECONDS = 0.05
-# What an H200 reaches in such products: the speeds of a run (`run_time.H200`) grow with them.
-_H200_BFLOAT16, _H200_FLOAT32 = 700e12, 50e12
+_LAUNCHES = 2000
+# What an H200 reaches in such products, and its host in launches: the speeds of a run
+# (`run_time.H200`) grow with them.
+_H200_BFLOAT16, _H200_FLOAT32, _H200_LAUNCHES = 700e12, 50e12, 250e3
 # GPTQ's passes over each weight, as if all were one elementwise pass, and its time for a column:
 # solved from two runs on 2 idle cores, the fixture on 64 x 512 tokens and the memory proof.
 _GPTQ_PASSES, _COLUMN_S = 5500, 3e-4
@@ -29,19 +31,49 @@ _GPTQ_PASSES, _COLUMN_S = 5500, 3e-4
 _CPU_MOVED_BYTES_PER_S = 125e6
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A device in a second of tests: operations a second in products of float32 and, on a GPU,
+    bfloat16; values a second in an elementwise pass, on a CPU; a GPU's kernels launched a second,
+    which is its host's speed."""
+
+    float32_flops: float
+    bfloat16_flops: float | None = None
+    values_per_s: float | None = None
+    launches_per_s: float | None = None
+
+
 def measured_speed(device: str) -> Speed:
-    """What `device` reaches in a run, by products (and on a CPU elementwise work) of under 1 s."""
+    """What `device` reaches in a run, by tests of under 1 s."""
+    return speed_of(device_speed(device))
+
+
+def device_speed(device: str) -> Measured:
+    """Measure `device`."""
     float32 = measured_flops(device)
-    if is_gpu(device):
-        half = measured_flops(device, torch.bfloat16)
+    if not is_gpu(device):
+        return Measured(float32_flops=float32, values_per_s=_values_per_s())
+    return Measured(
+        float32_flops=float32, bfloat16_flops=measured_flops(device, torch.bfloat16),
+        launches_per_s=_launches_per_s(device),
+    )  # fmt: skip
+
+
+def speed_of(found: Measured) -> Speed:
+    """What a device of which that was measured reaches in a run."""
+    if found.bfloat16_flops is not None and found.launches_per_s is not None:
+        host = _H200_LAUNCHES / found.launches_per_s
         return replace(
             H200,
-            layer_flops=H200.layer_flops * half / _H200_BFLOAT16,
-            float32_flops=H200.float32_flops * float32 / _H200_FLOAT32,
-        )
+            layer_flops=H200.layer_flops * found.bfloat16_flops / _H200_BFLOAT16,
+            float32_flops=H200.float32_flops * found.float32_flops / _H200_FLOAT32,
+            column_s=H200.column_s * host, layer_s=H200.layer_s * host, start_s=H200.start_s * host,
+        )  # fmt: skip
+    assert found.values_per_s is not None
     return Speed(
-        layer_flops=float32, float32_flops=float32, weight_s=_GPTQ_PASSES / _values_per_s(),
-        column_s=_COLUMN_S, layer_s=0.05, moved_bytes_per_s=_CPU_MOVED_BYTES_PER_S, start_s=0.0,
+        layer_flops=found.float32_flops, float32_flops=found.float32_flops,
+        weight_s=_GPTQ_PASSES / found.values_per_s, column_s=_COLUMN_S, layer_s=0.05,
+        moved_bytes_per_s=_CPU_MOVED_BYTES_PER_S, start_s=0.0,
     )  # fmt: skip
 
 
@@ -56,6 +88,17 @@ def _values_per_s() -> float:
     """Float32 values that one elementwise pass changes in a second on the CPU."""
     values = torch.ones(_VALUES)
     return _VALUES * _calls_per_s(lambda: values.mul_(1.0), "cpu")
+
+
+def _launches_per_s(device: str) -> float:
+    """Kernels that the host launches in a second, one after another."""
+    value = torch.zeros(1, device=device)
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES):
+            value.add_(1.0)
+
+    return _LAUNCHES * _calls_per_s(launch, device)
 
 
 def _calls_per_s(call: Callable[[], object], device: str) -> float:

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.quantize_speed import plan_of
 from quant.estimate import Estimate, estimate
+from quant.machine import Measured, speed_of
 from quant.peak_memory import PROCESS_BYTES, Workload, peak_memory
 from quant.pipeline import tokens_at_once
 from quant.plan import Plan, make_plan
@@ -105,7 +106,8 @@ def predicted(row: dict[str, Any]) -> Estimate:
         window_tokens=extra["window_tokens"],
         batch_tokens=tokens_at_once(recipe, plan, "cuda"), is_gpu=True,
     )  # fmt: skip
-    return estimate(plan, work, H200)
+    found = extra.get("device_speed")
+    return estimate(plan, work, speed_of(Measured(**found)) if found else H200)
 
 
 @pytest.mark.parametrize("shape", sorted(recorded()))
