@@ -1,7 +1,8 @@
 """Reads the wording banks under banks/ and fills their gaps.
 
 A bank is a text file of `[section]` headings and lines that begin with a mark: `t` for the
-train half only, `g` for the gate half only, `-` for both. It knows nothing of contracts,
+train half only, `g` for the gate half only, `-` for both, `u` for the tuning split only (which
+reads the train half and more). It knows nothing of contracts,
 dialogs or code; those modules decide which section is said when.
 """
 
@@ -12,12 +13,12 @@ from pathlib import Path
 from random import Random
 from typing import Literal, TypeVar
 
-Half = Literal["train", "gate"]
+Half = Literal["train", "gate", "tune"]
 Lang = Literal["en", "zh"]
 Item = TypeVar("Item")
 
 BANKS = Path(__file__).resolve().parent / "banks"
-_MARKS = {"train": "t-", "gate": "g-"}
+_MARKS = {"train": "t-", "gate": "g-", "tune": "tu-"}
 _CHOICE = re.compile(r"<([^<>]*\|[^<>]*)>")
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeio])(?!one\b)")
 _GAP = re.compile(r"\{(\w+)\}")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from calib_data.banks import Half, Lang, between, chance, fill, lines, pick, values
+from calib_data.banks import Half, Lang, between, chance, fill, lines, pick
 from calib_data.records import Record, new_record
 
 Row = dict[str, object]
@@ -105,10 +105,10 @@ class Snippet:
 
 def code_record(rng: Random, half: Half, lang: Lang) -> Record:
     record = new_record(rng, half, lang)
-    noun = pick(rng, values("py.noun", half))
+    noun = record.draw("py.noun")
     said = {"item": noun, "items": f"{noun}s", "Item": noun.title(), "Items": f"{noun.title()}s"}
     fields = ("flag", "num", "key", *_HINTS)
-    said |= {name: pick(rng, values(f"py.{name}", half)) for name in fields}
+    said |= {name: record.draw(f"py.{name}") for name in fields}
     said |= {"n1": str(record.parity(between(rng, 20, 400))), "n2": str(record.parity(3))}
     record.said |= said
     return record
@@ -238,7 +238,7 @@ def broken(snippet: Snippet) -> tuple[str, str]:
 
 def sample_rows(record: Record) -> list[Row]:
     """Three rows that differ in each field."""
-    keys = ("north", "south", "north") if record.half == "train" else ("upper", "lower", "upper")
+    keys = ("upper", "lower", "upper") if record.half == "gate" else ("north", "south", "north")
     numbers = [record.parity(between(record.rng, 10 * i, 10 * i + 7)) for i in (3, 1, 6)]
     said = record.said
     return [

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from calib_data.banks import Half, Lang, between, chance, lines, pick
+from calib_data.banks import Half, Lang, between, chance, lines, pick, shuffled
 from calib_data.code_dialogs import fenced, settle, sql_query
 from calib_data.code_tasks import code_record, python_snippet
 from calib_data.contracts import contract_record
@@ -29,6 +29,16 @@ _CURRENCY: Json = {"enum": ["EUR", "USD", "GBP", "CHF", "SGD"]}
 _INTENT: Json = {"enum": list(INTENTS)}
 # Two functions of this length (example and task) leave the prompt near 220 tokens.
 _MOST_LINES = 7
+_VERBS: dict[Half, tuple[str, ...]] = {
+    "train": ("load", "save", "merge"),
+    "gate": ("send", "check", "fetch"),
+    "tune": ("load", "save", "merge", "print", "list", "open", "render", "count", "update", "find"),
+}
+_STATUSES = {"INFO": (200, 204, 302), "WARNING": (404, 429, 409), "ERROR": (500, 502, 504)}
+_LOG_LAYOUTS = (
+    "{d} {c} {level} {service} request={number} status={status} took={ms}ms",
+    "{d}T{c}Z [{level}] {service}: request {number} ended with status {status}",
+)
 _PAID_KINDS = ("services", "supply", "licence", "lease", "consulting", "loan")
 
 
@@ -128,7 +138,7 @@ def _is_prose(line: str) -> bool:
 def _javascript(rng: Random, half: Half, lang: Lang) -> Passage:
     record = code_record(rng, half, lang)
     is_async, fields = chance(rng, 0.5), list(_shuffled_fields(record))
-    verb = pick(rng, ("load", "save", "merge") if half == "train" else ("send", "check", "fetch"))
+    verb = pick(rng, _VERBS[half])
     name = f"{verb}{record.said['Items']}"
     wait = "await " if is_async else ""
     call = settle(record, f"{wait}store.@num@For(@items@, @n1@)")
@@ -154,22 +164,31 @@ def _sql(rng: Random, half: Half, lang: Lang) -> Passage:
 
 def _log(rng: Random, half: Half, lang: Lang) -> Passage:
     record = new_record(rng, half, lang)
-    statuses = {"INFO": (200, 204, 302), "WARNING": (404, 429, 409), "ERROR": (500, 502, 504)}
-    level = pick(rng, tuple(statuses))
-    status, number = pick(rng, statuses[level]), record.serial(6)
+    level = pick(rng, tuple(_STATUSES))
+    status, number = pick(rng, _STATUSES[level]), record.serial(6)
     service = code_record(rng, half, lang).said["item"] + "-api"
+    if half == "tune":
+        status = between(rng, 100, 599)
+        service = service.removesuffix("api") + pick(rng, ("api", "worker", "service", "gateway"))
     clock = ":".join(f"{between(rng, 0, top):02d}" for top in (23, 59, 59))
-    layouts = (
-        "{d} {c} {level} {service} request={number} status={status} took={ms}ms",
-        "{d}T{c}Z [{level}] {service}: request {number} ended with status {status}",
-        "{d} {c} | {service} | {level} | status {status} | request {number} | {ms} ms",
-    )
-    layout = layouts[2] if half == "gate" else pick(rng, layouts[:2])
-    text = layout.format(
+    text = _log_layout(rng, half).format(
         d=record.date().iso, c=clock, level=level, service=service, number=number,
         status=status, ms=record.parity(between(rng, 4, 900)),
     )  # fmt: skip
     return text, {"level": level, "service": service, "request_id": number, "status": status}
+
+
+def _log_layout(rng: Random, half: Half) -> str:
+    if half == "gate":
+        return "{d} {c} | {service} | {level} | status {status} | request {number} | {ms} ms"
+    if half == "train" or chance(rng, 0.2):
+        return pick(rng, _LOG_LAYOUTS)
+    number = pick(rng, ("request={number}", "req {number}", "id:{number}", "[{number}]"))
+    status = pick(rng, ("status={status}", "-> {status}", "HTTP {status}", "code: {status}"))
+    level = pick(rng, ("{level}", "[{level}]", "<{level}>", "level={level}"))
+    service = pick(rng, ("{service}", "({service})", "svc={service}", "from {service}"))
+    parts = shuffled(rng, (number, status, level, service, pick(rng, ("{ms}ms", "t={ms}"))))
+    return "{d}" + pick(rng, (" ", "T")) + "{c} " + pick(rng, (" ", ", ", "; ", " - ")).join(parts)
 
 
 def _enum(*names: str) -> Json:

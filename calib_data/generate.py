@@ -129,8 +129,9 @@ def _contract_chat(rng: Random, lang: Lang) -> list[Message]:
     ]
 
 
-def _service_chat(rng: Random, lang: Lang) -> list[Message]:
-    record = service.service_record(rng, "train", lang)
+def service_chat(rng: Random, lang: Lang, half: Half = "train") -> list[Message]:
+    """A whole dialog between customer and agent, with the agent's instructions."""
+    record = service.service_record(rng, half, lang)
     turns = [_message(role, text) for role, text in service.dialog(record)]
     return [_message("system", service.system_prompt(record)), *turns]
 
@@ -151,7 +152,7 @@ def _code_chat(rng: Random, lang: Lang) -> list[Message]:
     ]
 
 
-_CHATS = {"contracts": _contract_chat, "service": _service_chat, "code": _code_chat}
+_CHATS = {"contracts": _contract_chat, "service": service_chat, "code": _code_chat}
 
 
 def _text(rng: Random, half: Half, source: str, lang: Lang, size: str) -> str:
@@ -182,7 +183,8 @@ def gate_texts(seed: int = SEED) -> Iterator[Row]:
 def extraction_items(n: int, seed: int = SEED, half: Half = "gate") -> Iterator[Row]:
     """Extraction tasks in the gate's shape, stratified: each prefix holds all sources and tasks.
 
-    half="train" gives as many as wanted from the train half, to tune a model on.
+    half="train" gives as many as wanted from the train half; half="tune" the same tasks with more
+    wording and far more names and numbers, to tune a model on. Neither holds anything of the gate.
     """
     for index in range(n):
         source, turn = SOURCES[index % len(SOURCES)], index // len(SOURCES)

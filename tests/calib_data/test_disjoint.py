@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from calib_data import generate
-from calib_data.banks import BANKS, lines
+from calib_data.banks import BANKS, Half, lines
 from calib_data.contracts import contract_record
 from calib_data.records import seeded
 from calib_data.service import service_record
+from calib_data.tuning import tuning_chat
 
 SHIPPED = Path(generate.__file__).parent
 WINDOW, CHINESE_WINDOW = 50, 20
@@ -74,9 +75,10 @@ def leaks(train: list[dict], gate: list[dict]) -> set[str]:
 def instructions() -> Iterator[str]:
     """What the task is, is said alike in both halves; what it is about is not."""
     for lang in ("en", "zh"):
-        for line in (BANKS / f"extraction_{lang}.txt").read_text(encoding="utf-8").splitlines():
-            if line.startswith("- "):
-                yield line[2:]
+        for bank in ("extraction", "tools"):
+            for line in (BANKS / f"{bank}_{lang}.txt").read_text(encoding="utf-8").splitlines():
+                if line.startswith("- "):
+                    yield from line[2:].split("\\n")
 
 
 def test_documents_are_disjoint(train: list[dict], gate: list[dict]) -> None:
@@ -103,11 +105,12 @@ def test_most_of_the_held_out_text_is_not_even_boilerplate(
     assert shares[-1] < 0.5
 
 
-def test_filled_records_are_disjoint() -> None:
+@pytest.mark.parametrize("other", ["train", "tune"])
+def test_filled_records_are_disjoint(other: Half) -> None:
     fields = ("A", "B", "addr_a", "addr_b", "money", "date", "mail_a", "term", "law")
     for lang in ("en", "zh"):
         seen = []
-        for half in ("train", "gate"):
+        for half in (other, "gate"):
             records = [contract_record(seeded(half, i), half, lang) for i in range(400)]
             seen.append({key: {record.said[key] for record in records} for key in fields})
         for key in fields:
@@ -115,21 +118,23 @@ def test_filled_records_are_disjoint() -> None:
             assert not shared or (key == "law" and lang == "zh"), (lang, key, shared)
 
 
-def test_order_numbers_and_prices_are_disjoint() -> None:
+@pytest.mark.parametrize("other", ["train", "tune"])
+def test_order_numbers_and_prices_are_disjoint(other: Half) -> None:
     for key in ("A", "order", "money", "product", "mail", "ticket", "addr"):
         seen = [
             {service_record(seeded(half, i), half, "en").said[key] for i in range(600)}
-            for half in ("train", "gate")
+            for half in (other, "gate")
         ]
         assert not seen[0] & seen[1], key
 
 
-def test_pools_of_names_and_numbers_are_disjoint() -> None:
+@pytest.mark.parametrize("other", ["train", "tune"])
+def test_pools_of_names_and_numbers_are_disjoint(other: Half) -> None:
     text = (BANKS / "pools.txt").read_text(encoding="utf-8")
     for pool in re.findall(r"^\[(.+)\]$", text, re.MULTILINE):
         halves = [
             {value for line in lines("pools", pool, half) for value in line.split("|")}
-            for half in ("train", "gate")
+            for half in (other, "gate")
         ]
         assert all(halves), pool
         assert pool in SHARED_POOLS or not halves[0] & halves[1], pool
@@ -147,3 +152,20 @@ def test_shared_wording_holds_nothing_that_is_filled(bank: str) -> None:
 def test_a_large_split_stays_disjoint(gate: list[dict]) -> None:
     train = [row for source in generate.SOURCES for row in generate.train_rows(source, 300, 77)]
     assert leaks(train, gate) == set()
+
+
+def test_what_a_model_is_tuned_on_holds_nothing_of_the_gate(gate: list[dict]) -> None:
+    chats = [{"messages": tuning_chat(seed, i)} for seed in (7, 8) for i in range(400)]
+    assert leaks(chats, gate) == set()
+
+
+def test_no_gate_answer_is_trained(gate: list[dict]) -> None:
+    """Whole answers; what they are made of (an intent, a currency) is the same everywhere."""
+    judged = {json.dumps(row["gold"], ensure_ascii=False) for row in gate if "gold" in row}
+    trained = {
+        message["content"]
+        for i in range(2500)
+        for message in tuning_chat(7, i)
+        if message["role"] == "assistant"
+    }
+    assert not {answer for answer in judged & trained if '"null"' not in answer}
