@@ -32,6 +32,11 @@ class Written:
     json: Path
     stamp: Path | None
 
+    @property
+    def html(self) -> Path:
+        """The page."""
+        return self.json.with_name(report.HTML_NAME)
+
 
 def evaluate(
     artifact: str | Path,
@@ -49,6 +54,7 @@ def evaluate(
     kv_cache_dtype: KVCacheDType = "auto",
     threads: int | None = None,
     stamp: bool = True,
+    redact: bool = False,
     cache: str | Path | None = None,
 ) -> Verdict:
     """Judge an artifact against its base; write the report and the stamp.
@@ -62,6 +68,7 @@ def evaluate(
         out: where report.md and report.json go; None puts them into ARTIFACT-evaluation.
         device, dtype, kv_cache_dtype, threads: how the engine computes (EngineConfig's meaning).
         stamp: write gate.json into the artifact.
+        redact: keep requests, answers and right values out of the reports.
         cache: where the base's answers are kept; None takes the default folder.
 
     Returns the verdict; `verdict.exit_code` is the command's.
@@ -82,7 +89,9 @@ def evaluate(
         ),
         cache=cache,
     )
-    return run(job, out=None if out is None else Path(out), stamp=stamp).evaluation.verdict
+    return run(
+        job, out=None if out is None else Path(out), stamp=stamp, redact=redact
+    ).evaluation.verdict
 
 
 def make_job(
@@ -139,14 +148,21 @@ def _said(
     }
 
 
-def run(job: Job, *, out: Path | None, stamp: bool, progress: Progress | None = None) -> Written:
+def run(
+    job: Job,
+    *,
+    out: Path | None,
+    stamp: bool,
+    redact: bool = False,
+    progress: Progress | None = None,
+) -> Written:
     """Weigh, then write: the report first, the stamp last. Nothing is written when it fails."""
     artifact = job.artifact.resolve()
     folder = out or artifact.with_name(f"{artifact.name}-evaluation")
     _check_places(artifact, folder, stamp=stamp)
     try:
         evaluation = weigh(job, progress or Silent())
-        markdown, as_json = report.write_report(evaluation, folder)
+        markdown, as_json = report.write_report(evaluation, folder, redact=redact)
         stamped = stamping.write(evaluation) if stamp else None
     except ConfigError as error:
         raise UsageError(str(error)) from error

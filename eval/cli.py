@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from eval import cli_lm_eval, cli_plan
+from eval import cli_lm_eval, cli_plan, cli_report
 from eval.amounts import Amounts
 from eval.errors import EvaluationError
 
@@ -168,7 +168,8 @@ def judge(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where report.md and report.json go. [dim]Default: ART-evaluation.[/]",
+            help="Where the reports go: report.html, .md and .json, junit.xml, summary.md. "
+            "[dim]Default: ART-evaluation.[/]",
         ),
     ] = None,
     device: Annotated[
@@ -200,6 +201,12 @@ def judge(
             "--stamp/--no-stamp", help="Write the verdict into ART as gate.json, for the server."
         ),
     ] = True,
+    redact: Annotated[
+        bool,
+        typer.Option(
+            "--redact", help="Keep requests, answers and right values out of the reports."
+        ),
+    ] = False,
     seed: Annotated[
         int, typer.Option(metavar="N", help="Picks the documents and items; seeds the bootstrap.")
     ] = 0,
@@ -226,13 +233,14 @@ def judge(
         ),
     )
     with TerminalProgress(console) as progress:
-        written = run(job, out=out, stamp=stamp, progress=progress)
+        written = run(job, out=out, stamp=stamp, redact=redact, progress=progress)
     show(console, written)
     raise typer.Exit(written.evaluation.verdict.exit_code)
 
 
 app.command("plan", help=cli_plan.HELP, epilog=cli_plan.EPILOG)(cli_plan.plan)
 app.command(cli_lm_eval.NAME, help=cli_lm_eval.HELP, epilog=cli_lm_eval.EPILOG)(cli_lm_eval.command)
+app.command("report")(cli_report.report)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

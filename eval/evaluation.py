@@ -19,13 +19,16 @@ from eval.targets.base import Answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArtifactFacts:
-    """The judged artifact. `schemes` maps a scheme's label to its number of modules."""
+    """The judged artifact. `schemes` maps a scheme's label to its number of modules. stored_bytes:
+    its weights on disk; dense_bytes: what they would take in 16 bits."""
 
     path: Path
     digest: str
     recipe: str
     schemes: dict[str, int]
     tools: dict[str, str]
+    stored_bytes: int = 0
+    dense_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -96,4 +97,21 @@ def artifact_facts(artifact: Artifact) -> ArtifactFacts:
         recipe=manifest.recipe.name or f"sha256 {manifest.recipe.sha256[:12]}",
         schemes=dict(Counter(s.label for s in artifact.schemes().values()).most_common()),
         tools=manifest.tools,
+        stored_bytes=sum(path.stat().st_size for path in artifact.path.glob("*.safetensors")),
+        dense_bytes=_dense_bytes(artifact),
     )
+
+
+def _dense_bytes(artifact: Artifact) -> int:
+    """What the same tensors would take in 16 bits."""
+    manifest, schemes = artifact.manifest, artifact.schemes()
+    quantized = {
+        name for name, record in manifest.modules.items()
+        if not schemes[name].is_dense and record.tied_to is None
+    }  # fmt: skip
+    values = sum(math.prod(manifest.modules[name].shape) for name in quantized)
+    values += sum(
+        math.prod(record.shape) for name, record in manifest.tensors.items()
+        if name.rpartition(".")[0] not in quantized
+    )  # fmt: skip
+    return 2 * values

@@ -1,6 +1,7 @@
-"""Reports: an evaluation as report.json (versioned, every number) and report.md (to be read).
+"""Reports: an evaluation as report.json (versioned, every number), report.html and report.md (to be
+read), junit.xml and summary.md (for a pipeline and its pull request).
 
-Both files are made first and then moved into place, so a reader never meets half a report.
+All files are made first and then moved into place, so a reader never meets half a report.
 """
 
 from __future__ import annotations
@@ -21,22 +22,45 @@ from eval.gate_spec import METRICS
 from eval.measurement import Measurement
 from eval.metrics.extraction import ItemScore
 from eval.metrics.normalise import NORMALISATION_VERSION
+from eval.redaction import redacted
+from eval.report_formats import to_junit, to_summary
+from eval.report_page import to_html
 from eval.stats import mcnemar_p
 
-REPORT_VERSION = "1.0"
-JSON_NAME, MARKDOWN_NAME = "report.json", "report.md"
+REPORT_VERSION = "1.1"
+JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
+JUNIT_NAME, SUMMARY_NAME = "junit.xml", "summary.md"
 UNIT = (
     "per token of the artifact's own tokenizer; windows of one document do not overlap; every "
     "token but a window's first (or its BOS) is scored once; perplexity = exp(total NLL / tokens)"
 )
 
 
-def write_report(evaluation: Evaluation, out: Path) -> tuple[Path, Path]:
-    """Write report.md and report.json into `out`; UsageError when the disk refuses."""
-    files = {
-        out / MARKDOWN_NAME: to_markdown(evaluation),
-        out / JSON_NAME: json.dumps(to_json(evaluation), indent=2, ensure_ascii=False) + "\n",
+def write_report(evaluation: Evaluation, out: Path, *, redact: bool = False) -> tuple[Path, Path]:
+    """Write all reports into `out`; UsageError when the disk refuses.
+
+    redact: none of them quotes a request, an answer or a right value.
+    Returns the paths of report.md and report.json.
+    """
+    data = to_json(evaluation)
+    data = redacted(data) if redact else data
+    write_files({MARKDOWN_NAME: to_markdown(evaluation, redact=redact), **pages(data)}, out)
+    return out / MARKDOWN_NAME, out / JSON_NAME
+
+
+def pages(data: dict[str, Any]) -> dict[str, str]:
+    """The files that are made from report.json's values, it among them."""
+    return {
+        JSON_NAME: json.dumps(data, indent=2, ensure_ascii=False) + "\n",
+        HTML_NAME: to_html(data),
+        JUNIT_NAME: to_junit(data),
+        SUMMARY_NAME: to_summary(data),
     }
+
+
+def write_files(texts: dict[str, str], out: Path) -> None:
+    """Write them into `out`, all or none; UsageError when the disk refuses."""
+    files = {out / name: text for name, text in texts.items()}
     staged = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in files}
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -49,7 +73,6 @@ def write_report(evaluation: Evaluation, out: Path) -> tuple[Path, Path]:
         for path in staged.values():
             path.unlink(missing_ok=True)
         raise UsageError(f"cannot write the report to {out}: {error.strerror}") from error
-    return out / MARKDOWN_NAME, out / JSON_NAME
 
 
 def to_json(evaluation: Evaluation) -> dict[str, Any]:
@@ -63,6 +86,7 @@ def to_json(evaluation: Evaluation) -> dict[str, Any]:
         "judged_at": e.judged_at.isoformat(timespec="seconds"),
         "seconds": round(e.seconds, 1),
         "artifact": {**asdict(e.artifact), "path": str(e.artifact.path)},
+        "sizes": {"artifact_bytes": e.artifact.stored_bytes, "dense_bytes": e.artifact.dense_bytes},
         "base": asdict(e.base),
         "numerics": asdict(e.numerics),
         "gates": {"path": str(e.gates.path), "sha256": e.gates.sha256},
@@ -179,6 +203,7 @@ def _item(x: Exchange) -> dict[str, Any]:
         "id": x.pair.item.id,
         "source": x.pair.item.source,
         "lang": x.pair.item.lang,
+        "messages": x.pair.item.messages,
         "gold": x.pair.item.gold,
         "base": {"text": x.base_text, "finish": x.base_answer.finish, **asdict(x.pair.base)},
         "candidate": {
@@ -190,8 +215,8 @@ def _item(x: Exchange) -> dict[str, Any]:
     }
 
 
-def to_markdown(evaluation: Evaluation) -> str:
-    """The report a person reads: verdict first, provenance last."""
+def to_markdown(evaluation: Evaluation, *, redact: bool = False) -> str:
+    """The report a person reads: verdict first, provenance last. redact: without the answers."""
     e = evaluation
     parts = [
         f"# {e.verdict.result.upper()}: {e.artifact.path.name}",
@@ -210,7 +235,7 @@ def to_markdown(evaluation: Evaluation) -> str:
         "## Answers",
         _answer_table(e),
         "## Worst regressions",
-        _regressions(e),
+        "(redacted)" if redact else _regressions(e),
         "## Provenance",
         _provenance(e),
     ]

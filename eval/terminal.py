@@ -99,7 +99,7 @@ def show(console: Console, written: Written) -> None:
         console.print(f"  {escape(step)}", soft_wrap=True)
     console.print("\n[bold]Files[/]")
     for what, path in (
-        ("report", written.markdown),
+        ("report", written.html),
         ("numbers", written.json),
         ("stamp", written.stamp or "none written (--no-stamp)"),
     ):

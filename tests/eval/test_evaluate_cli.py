@@ -103,10 +103,12 @@ def test_a_judged_artifact(
         assert re.search(rf"^{re.escape(label)} .*(pass|FAIL|undecided)", shown, re.MULTILINE)
     assert max(map(len, table_lines(shown))) <= 80
     assert "Next" in shown
-    assert str(out / "report.md") in shown
+    assert str(out / "report.html") in shown
     assert "none written (--no-stamp)" in shown
     assert "\x1b" not in shown
-    assert {path.name for path in out.iterdir()} == {"report.md", "report.json"}
+    assert {path.name for path in out.iterdir()} == {
+        "report.html", "report.json", "report.md", "junit.xml", "summary.md"
+    }  # fmt: skip
     assert not (made / "gate.json").exists()
 
 

@@ -1,0 +1,42 @@
+"""Redaction: a report without the words of requests, answers and gold values.
+
+Contracts are confidential, verdicts are not. What stays are scores, names of fields, and how long
+each text was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def redacted(data: Mapping[str, Any]) -> dict[str, Any]:
+    """report.json's values with every text of an item put out of sight."""
+    return {**data, "is_redacted": True, "items": [_item(item) for item in data["items"]]}
+
+
+def _item(item: Mapping[str, Any]) -> dict[str, Any]:
+    found = {**item, "gold": _hidden(item.get("gold"))}
+    if "messages" in item:
+        found["messages"] = [{**m, "content": _hidden(m["content"])} for m in item["messages"]]
+    for side in ("base", "candidate"):
+        answer = dict(item[side])
+        found[side] = {**answer, "text": _hidden(answer["text"]), "problem": _kind(answer)}
+    return found
+
+
+def _kind(answer: Mapping[str, Any]) -> str:
+    """What went wrong without quoting: `not JSON`, `does not fit the schema`."""
+    if not answer["problem"]:
+        return ""
+    return "not JSON" if not answer["json_valid"] else "does not fit the schema"
+
+
+def _hidden(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _hidden(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_hidden(each) for each in value]
+    if isinstance(value, str):
+        return f"[{len(value)} characters]"
+    return value if value is None or isinstance(value, bool) else "[number]"

@@ -1,0 +1,78 @@
+"""The verdict for machines and for a pull request: junit.xml and summary.md, from report.json."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from eval.report_page import difference, worst
+
+_MOST_LINES = 40
+
+
+def to_junit(data: Mapping[str, Any]) -> str:
+    """A test case for each metric, and for each of its domains: a broken limit is a failure, an
+    open question a failure of the type `inconclusive`."""
+    name = Path(data["artifact"]["path"]).name
+    suite = ET.Element(
+        "testsuite", name=f"evaluate {name}", timestamp=data["judged_at"].partition("+")[0],
+        time=f"{data['seconds']:.1f}",
+    )  # fmt: skip
+    cases = list(_cases(data))
+    suite.extend(cases)
+    failures = sum(case.find("failure") is not None for case in cases)
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    for key, number in (
+        ("tests", len(cases)), ("failures", failures), ("errors", 0), ("skipped", skipped),
+    ):  # fmt: skip
+        suite.set(key, str(number))
+    root = ET.Element("testsuites", tests=str(len(cases)), failures=str(failures), errors="0")
+    root.append(suite)
+    ET.indent(root)
+    return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _cases(data: Mapping[str, Any]) -> Iterator[ET.Element]:
+    for finding in data["findings"]:
+        m = data["measurements"][finding["metric"]]
+        case = ET.Element("testcase", classname="evaluate", name=finding["metric"])
+        if finding["outcome"] == "fail":
+            ET.SubElement(case, "failure", type="rejected", message=_clean(finding["reason"]))
+        elif finding["outcome"] == "inconclusive":
+            kind = "failure" if finding["required"] else "skipped"
+            ET.SubElement(case, kind, type="inconclusive", message=_clean(finding["reason"]))
+        ET.SubElement(case, "system-out").text = _clean(finding["reason"])
+        yield case
+        for domain, part in m.get("domains", {}).items():
+            named = f"{finding['metric']}[{domain}]"
+            beside = ET.Element("testcase", classname="evaluate.domains", name=named)
+            ET.SubElement(beside, "system-out").text = _clean(difference(part))
+            yield beside
+
+
+def _clean(text: str) -> str:
+    """Without the characters that XML cannot hold."""
+    return "".join(c for c in text if c in "\t\n" or ord(c) >= 32 and not 0xD800 <= ord(c) < 0xE000)
+
+
+def to_summary(data: Mapping[str, Any]) -> str:
+    """At most 40 lines of Markdown, for a comment on a pull request."""
+    mark = {"pass": "pass", "fail": "**FAIL**", "inconclusive": "undecided"}
+    lines = [
+        f"### {data['verdict'].upper()}: {Path(data['artifact']['path']).name}",
+        "",
+        data["summary"],
+        "",
+        "| metric | difference [interval] | verdict |",
+        "| --- | --- | --- |",
+    ]
+    for finding in data["findings"][:20]:
+        m = data["measurements"][finding["metric"]]
+        lines.append(f"| {finding['label']} | {difference(m)} | {mark[finding['outcome']]} |")
+    broken = worst(data)
+    if broken:
+        lines += ["", "Worst:", *(f"- {line}" for line in broken)]
+    lines += ["", data["method"]["detectable"], f"Artifact digest `{data['artifact']['digest']}`."]
+    return "\n".join(lines[:_MOST_LINES]) + "\n"
