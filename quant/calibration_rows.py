@@ -1,4 +1,4 @@
-"""Reads calibration rows from JSONL and says exactly what is wrong with a line that is no row.
+"""Reads calibration rows from JSONL, gzipped too, and says exactly what is wrong with a line.
 
 Streams: one line is in memory at a time. Knows the three row shapes, not tokenizers.
 """
@@ -6,16 +6,21 @@ Streams: one line is in memory at a time. Knows the three row shapes, not tokeni
 from __future__ import annotations
 
 import difflib
+import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from quant.errors import CalibrationError
 
 SHAPES = '{"text"}, {"messages"} or {"prompt", "completion"}'
+# What a file raises that the system, or the end or the bytes of an archive, keep from being read.
+UNREADABLE = (OSError, EOFError, zlib.error)
 _CONTENT = {"text", "messages", "prompt", "completion"}
 _KNOWN = _CONTENT | {"id", "source", "lang", "tools"}
 
@@ -60,10 +65,11 @@ def read_rows(path: Path, counts: RowCounts) -> Iterator[Row]:
 
     `source` is the row's own, else the file's name without its suffix.
     """
+    stem = Path(path.name.removesuffix(".gz")).stem
     for number, line in _lines(path):
         counts.rows += 1
         where = f"{path}:{number}"
-        row = _parse(line, where, path.stem, counts) if line.strip() else None
+        row = _parse(line, where, stem, counts) if line.strip() else None
         if row is None:
             counts.blank += 1
         else:
@@ -74,11 +80,17 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if path.is_dir():
         raise CalibrationError(f"{path}: is a directory, expected a JSONL file (one row a line)")
     try:
-        with path.open("rb") as file:
+        with open_lines(path) as file:
             for number, raw in enumerate(file, start=1):
                 yield number, decode_line(raw, f"{path}:{number}", first=number == 1)
-    except OSError as error:
-        raise CalibrationError(f"{path}: cannot read calibration rows: {error.strerror}") from error
+    except UNREADABLE as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CalibrationError(f"{path}: cannot read calibration rows: {reason}") from error
+
+
+def open_lines(path: Path) -> gzip.GzipFile | BufferedReader:
+    """A file's lines as bytes; what is called .gz is unpacked. Reading raises UNREADABLE."""
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
 def decode_line(raw: bytes, where: str, *, first: bool) -> str:

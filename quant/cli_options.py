@@ -58,7 +58,7 @@ RecipeFile = Annotated[
 Calib = Annotated[
     list[str] | None,
     typer.Option("--calib", "-c", metavar="FILE",
-                 help="Calibration rows (JSONL of text, messages, or prompt + completion). "
+                 help="Calibration rows (JSONL, .gz too, of text, messages, or prompt + completion). "
                  "Repeatable."),
 ]  # fmt: skip
 Out = Annotated[

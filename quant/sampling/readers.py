@@ -7,19 +7,19 @@ that the caller can count it. Knows files, not what a row means.
 from __future__ import annotations
 
 import csv
-import gzip
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from quant.calibration_rows import decode_line, parse_object
+from quant.calibration_rows import UNREADABLE, decode_line, open_lines, parse_object
 from quant.errors import CalibrationError
 
 TEXT_SUFFIXES = (".txt", ".md")
 TABLE_SUFFIXES = (".parquet", ".arrow")
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".ndjson", ".csv", *TABLE_SUFFIXES, *TEXT_SUFFIXES)
+# The csv module stops at 128 KiB by itself; long documents are what a draw wants.
+_FIELD_BYTES = 1 << 30
 Item = tuple[str, dict[str, Any] | CalibrationError | None]
 
 
@@ -55,7 +55,7 @@ def read_items(path: Path, *, split_text: bool = False) -> Iterator[Item]:
             yield from _text(path, split_text)
         else:
             yield from _jsonl(path)
-    except (OSError, EOFError) as error:
+    except (*UNREADABLE, csv.Error) as error:
         raise CalibrationError(f"{path}: cannot read: {error}") from error
 
 
@@ -67,7 +67,7 @@ def stem(path: Path) -> str:
 
 
 def _jsonl(path: Path) -> Iterator[Item]:
-    with _open(path) as file:
+    with open_lines(path) as file:
         for number, raw in enumerate(file, start=1):
             where = f"{path}:{number}"
             try:
@@ -77,14 +77,17 @@ def _jsonl(path: Path) -> Iterator[Item]:
                 yield where, error
 
 
-def _open(path: Path) -> gzip.GzipFile | BufferedReader:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
 def _csv(path: Path) -> Iterator[Item]:
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), start=2):
-            yield f"{path}:{number}", {k: v for k, v in row.items() if isinstance(k, str) and v}
+    csv.field_size_limit(_FIELD_BYTES)
+    with path.open("rb") as file:
+        lines = (
+            decode_line(raw, f"{path}:{number}", first=number == 1)
+            for number, raw in enumerate(file, start=1)
+        )
+        reader = csv.DictReader(lines)
+        for row in reader:
+            where = f"{path}:{reader.line_num}"
+            yield where, {k: v for k, v in row.items() if isinstance(k, str) and v}
 
 
 def _text(path: Path, split_text: bool) -> Iterator[Item]:

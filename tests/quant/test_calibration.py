@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from collections.abc import Callable
@@ -128,6 +129,23 @@ def test_bom_crlf_and_a_missing_last_newline_are_fine(load: Load) -> None:
     made = load('\ufeff{"text": "ab"}\r\n\r\n{"text": "cd"}')
     assert sorted(map(len, made.samples)) == [3, 3]
     assert (made.coverage.rows, made.coverage.blank) == (3, 1)
+
+
+def test_a_gzipped_file_is_the_file(tmp_path: Path) -> None:
+    text = "".join(json.dumps({"text": words(i, 20)}) + "\n" for i in range(4)).encode()
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
+    plain.write_bytes(text)
+    packed.write_bytes(gzip.compress(text))
+    settings = CalibrationSettings()
+    one, two = (load_calibration(path, ByteTokenizer(), settings) for path in (plain, packed))
+    assert one.digest == two.digest
+    assert one.coverage.by_source == two.coverage.by_source
+    for damaged in (gzip.compress(text)[:-9], text, b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + b"\xff" * 9):
+        packed.write_bytes(damaged)
+        with pytest.raises(
+            CalibrationError, match=r"a\.jsonl\.gz: cannot read calibration rows: \w"
+        ):
+            load_calibration(packed, ByteTokenizer(), settings)
 
 
 def test_one_huge_line_is_cut_into_windows(load: Load) -> None:

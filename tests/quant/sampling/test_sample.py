@@ -348,3 +348,28 @@ def test_a_models_own_tokenizer_counts(
         "<|im_start|>user\nabc<|im_end|>\n", add_special_tokens=False
     )["input_ids"]
     assert json.loads((tmp_path / "o.report.json").read_text())["tokens"] == len(ids)
+
+
+def test_csv_holds_long_texts_over_several_lines(tmp_path: Path) -> None:
+    path, text = tmp_path / "c.csv", "first line\n" + words(4, 40_000)
+    with path.open("w", newline="", encoding="utf-8-sig") as out:
+        csv.writer(out).writerows([["text"], [text]])
+    draw(tmp_path / "o.jsonl", path)
+    assert [row["text"] for row in read(tmp_path / "o.jsonl")] == [text]
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "message"),
+    [
+        ("a.csv", "text\n\ncaf\xe9 au lait\n".encode("latin-1"), "a.csv:3: not UTF-8: byte 0xe9"),
+        ("a.csv", b"text\rab\rcd", "a.csv: cannot read: new-line character"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + b"\xff" * 40, "cannot read: Error -3"),
+    ],
+)
+def test_files_that_cannot_be_read_say_why(
+    tmp_path: Path, name: str, raw: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(CalibrationError, match=message):
+        draw(tmp_path / "o.jsonl", tmp_path / name)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
