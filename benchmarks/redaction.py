@@ -30,7 +30,7 @@ from benchmarks.quality import (
     row_common,
 )
 from quant.artifact.artifact import open_artifact
-from quant.sampling.redact import findings, redact
+from quant.artifact.redact import findings, redact
 from quant.source import open_source
 
 BEFORE = 600  # characters of a window before the first finding

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from eval import cli_lm_eval, cli_plan, cli_report
+from eval import cli_lm_eval, cli_plan, cli_report, cli_review
 from eval.amounts import Amounts
 from eval.errors import EvaluationError
 
@@ -78,6 +78,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.add_typer(cli_review.app, name="review")
 
 
 @app.callback()

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from quant.artifact.durable import write_file
+from quant.artifact.redact import redact, secrets
 from quant.errors import CalibrationError
 from quant.sampling.alike import (
     PERMUTATIONS,
@@ -31,7 +32,6 @@ from quant.sampling.alike import (
 from quant.sampling.leakage import find_leaks, read_gate
 from quant.sampling.readers import TEXT_SUFFIXES, find_files, read_items, stem
 from quant.sampling.records import calibration_row, strings, system_text
-from quant.sampling.redact import redact, secrets
 from quant.sampling.report import SampleReport, StratumReport
 from quant.sampling.strata import BUCKETS, Balance, Stratum, allot, bucket
 

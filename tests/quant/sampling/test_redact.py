@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quant.sampling.redact import findings, iban, luhn, redact, resident_id
+from quant.artifact.redact import findings, iban, luhn, redact, resident_id
 
 KEY = "-----BEGIN RSA PRIVATE KEY-----\nMIIEabc+/=\n-----END RSA PRIVATE KEY-----"
 

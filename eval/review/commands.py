@@ -1,0 +1,127 @@
+"""What `evaluate review pack` and `score` do, as functions: read, work, write."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.errors import EvaluationError, UsageError
+from eval.review import render
+from eval.review.draw import Draw, draw
+from eval.review.pack import (
+    Key,
+    Origin,
+    Pack,
+    Rules,
+    check_place,
+    key_path,
+    open_key,
+    open_pack,
+    seal,
+)
+from eval.review.ratings import read_all
+from eval.review.samples import SAMPLES_NAME, read_samples
+from eval.review.score import Review, score
+
+REPORT_NAME = "report.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A pack that was made."""
+
+    path: Path
+    key: Path
+    draw: Draw
+    asked: int
+
+
+def make_pack(
+    evaluation: Path, out: Path, *, count: int, seed: int, redact: bool, rules: Rules
+) -> Packed:
+    """Draw from an evaluation's samples.jsonl and seal.
+
+    Raises UsageError (SuiteError for the samples); nothing is written then.
+    """
+    check_place(out)
+    samples, digest = read_samples(evaluation / SAMPLES_NAME)
+    drawn = draw(samples, count, seed)
+    origin = Origin(samples_sha256=digest, artifact_digest=_artifact_digest(evaluation), seed=seed)
+    key = seal(drawn, out, origin, rules=rules, redact=redact)
+    return Packed(path=out, key=key, draw=drawn, asked=count)
+
+
+def _artifact_digest(evaluation: Path) -> str | None:
+    """The judged artifact's digest, where the evaluation's report names one."""
+    try:
+        report = json.loads((evaluation / REPORT_NAME).read_bytes())
+        digest = report["artifact"]["digest"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{evaluation / REPORT_NAME} does not name the artifact it judges ({error!r}); "
+            "evaluate again, so that the review can be bound to it"
+        ) from error
+    return str(digest)
+
+
+def score_pack(pack: Path, *, key: Path | None, out: Path | None) -> tuple[Review, Path]:
+    """Unseal, judge, write review.json, review.md and review.html; the review and their folder.
+
+    Raises EvaluationError when pack, key and ratings do not belong together.
+    """
+    opened = open_pack(pack)
+    unsealed = open_key(key or key_path(pack), opened)
+    review = score(unsealed, opened.info.rules, read_all(opened))
+    folder = out or pack.with_name(f"{pack.name}-review")
+    if folder.resolve() == pack.resolve() or pack.resolve() in folder.resolve().parents:
+        raise UsageError(f"--out {folder} lies in the pack, where it would unseal it for raters")
+    _write(folder, _files(review, opened, unsealed))
+    return review, folder
+
+
+def _files(review: Review, pack: Pack, key: Key) -> dict[str, str]:
+    facts = render.to_json(review) | _provenance(pack, key)
+    return {
+        "review.json": json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+        "review.md": render.to_markdown(review),
+        "review.html": render.to_html(review, pack.items),
+    }
+
+
+def _provenance(pack: Pack, key: Key) -> dict[str, Any]:
+    return {
+        "pack": {
+            "sha256": pack.digest,
+            "key_sha256": pack.info.key_sha256,
+            "items_sha256": pack.info.items_sha256,
+            "created_at": pack.info.created_at,
+            "redacted": pack.info.redacted,
+            "seed": key.seed,
+        },
+        "samples_sha256": key.samples_sha256,
+        "artifact_digest": key.artifact_digest,
+        "ratings": {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(pack.ratings.glob("*.jsonl"))
+        },
+    }
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    staged = {name: folder / f".{name}.{os.getpid()}" for name in files}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            staged[name].write_text(text, encoding="utf-8")
+        for name, path in staged.items():
+            path.replace(folder / name)
+    except OSError as error:
+        for path in staged.values():
+            path.unlink(missing_ok=True)
+        raise EvaluationError(f"cannot write the review to {folder}: {error.strerror}") from error

@@ -1,0 +1,366 @@
+"""Layer 3's verdict from unsealed votes: two questions, asked before the first rating.
+
+1. Do people prefer the base? The net preference, candidate minus base, as a share of all requests;
+   its lower bound must lie above -margin (non-inferiority, as everywhere in the gate).
+2. Does the candidate alone do harm? The share of requests with a critical fault of the candidate
+   that the base does not have; its Clopper-Pearson upper bound must not exceed max_critical.
+
+Requests that both models answered alike have neither, so both shares are those among differing
+requests times the share of differing ones. Knows no file and no page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Literal
+
+import numpy as np
+
+from eval.gate import Outcome
+from eval.review.agreement import cohen_kappa, krippendorff_alpha
+from eval.review.pack import Key, KeyEntry, Rules
+from eval.review.power import detectable_preference, sign_test_p
+from eval.review.ratings import History
+from eval.review.unseal import RaterResult, Vote, check_rater, votes_by_item
+from eval.stats import (
+    Interval,
+    Sampling,
+    clopper_pearson_lower,
+    clopper_pearson_upper,
+    cluster_bootstrap,
+)
+
+Result = Literal["accepted", "rejected", "inconclusive", "pending"]
+EXIT_CODES: dict[Result, int] = {"accepted": 0, "rejected": 1, "inconclusive": 3, "pending": 3}
+# With fewer, the bootstrap knows too little of what did not happen to be drawn.
+FEW_DECISIVE = 5
+MOST_ITEMS = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One request with its counted votes. preference: their mean, -1 to 1.
+
+    Of a fault one rater's word is enough; it is new when a rater sees it in the candidate alone.
+    """
+
+    entry: KeyEntry
+    votes: tuple[Vote, ...]
+    preference: float
+    candidate_fault: bool
+    base_fault: bool
+    is_new_fault: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """net: candidate minus base over all requests, re-weighted; the counts are of rated items.
+
+    sign_p: exact two-sided sign test. detectable: the weakest preference among decisive pairs that
+    as many pairs show with 80 % power (None: none at all).
+    """
+
+    net: Interval
+    candidate_better: int
+    equal: int
+    base_better: int
+    sign_p: float
+    detectable: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """new: the candidate's critical faults that the base lacks, over all requests, re-weighted.
+
+    The counts are of rated items. upper_if_none: the bound that as many requests without any fault
+    would have given.
+    """
+
+    new: Interval
+    num_new: int
+    num_candidate: int
+    num_base: int
+    upper_if_none: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairAgreement:
+    """Cohen's kappa of two raters on the requests both rated."""
+
+    raters: tuple[str, str]
+    num_items: int
+    preference: float | None
+    fault: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Agreement on requests with two ratings or more, failed raters included. alpha: nominal."""
+
+    num_items: int
+    pairs: tuple[PairAgreement, ...]
+    alpha_preference: float | None
+    alpha_fault: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One question's answer; `reason` is one plain sentence."""
+
+    name: Literal["preference", "critical_faults"]
+    outcome: Outcome
+    reason: str
+    num_needed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Review:
+    """A scored pack. While it is pending it says nothing of sides: who looks early may stop early.
+
+    num_effective: requests of equal weight that carry as much information (Kish).
+    """
+
+    result: Result
+    rules: Rules
+    num_requests: int
+    num_differing: int
+    num_packed: int
+    num_rated: int
+    agreement: Agreement
+    raters: tuple[RaterResult, ...]
+    answers: tuple[Answer, ...] = ()
+    num_effective: float | None = None
+    preference: Preference | None = None
+    faults: Faults | None = None
+    judged: tuple[Judged, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 accepted, 1 rejected, 3 inconclusive or pending."""
+        return EXIT_CODES[self.result]
+
+
+def score(key: Key, rules: Rules, histories: Sequence[History]) -> Review:
+    """Unseal and judge. A rater who fails the controls is reported and does not count."""
+    raters = tuple(check_rater(key, history) for history in histories)
+    failed = {rater.rater for rater in raters if rater.standing == "failed"}
+    votes = votes_by_item(key, histories)
+    entries = {entry.id: entry for entry in key.entries}
+    judged = tuple(
+        _judge_item(entries[name], counted)
+        for name, said in votes.items()
+        if (counted := [vote for vote in said if vote.rater not in failed])
+    )
+    pending = Review(
+        result="pending",
+        rules=rules,
+        num_requests=key.num_requests,
+        num_differing=key.num_differing,
+        num_packed=len(votes),
+        num_rated=len(judged),
+        agreement=_agreement(votes),
+        raters=raters,
+    )
+    return pending if len(judged) < len(votes) else _unsealed(pending, judged)
+
+
+def _unsealed(pending: Review, judged: tuple[Judged, ...]) -> Review:
+    share, rules = pending.num_differing / pending.num_requests, pending.rules
+    preference, faults = _preference(judged, share, rules), _faults(judged, share, rules)
+    answers = (
+        _answer_preference(judged, preference, share, rules),
+        _answer_faults(judged, faults, share, rules),
+    )
+    return replace(
+        pending,
+        result=_result(answers),
+        answers=answers,
+        num_effective=_effective(judged),
+        preference=preference,
+        faults=faults,
+        judged=judged,
+    )
+
+
+def _result(answers: Sequence[Answer]) -> Result:
+    outcomes = {answer.outcome for answer in answers}
+    if "fail" in outcomes:
+        return "rejected"
+    return "inconclusive" if "inconclusive" in outcomes else "accepted"
+
+
+def _judge_item(entry: KeyEntry, votes: Sequence[Vote]) -> Judged:
+    return Judged(
+        entry=entry,
+        votes=tuple(votes),
+        preference=sum(vote.preference for vote in votes) / len(votes),
+        candidate_fault=any(vote.candidate_fault for vote in votes),
+        base_fault=any(vote.base_fault for vote in votes),
+        is_new_fault=any(vote.candidate_fault and not vote.base_fault for vote in votes),
+    )
+
+
+def _preference(judged: Sequence[Judged], share: float, rules: Rules) -> Preference:
+    better = sum(item.preference > 0 for item in judged)
+    worse = sum(item.preference < 0 for item in judged)
+    return Preference(
+        net=_net(judged, share, rules),
+        candidate_better=better,
+        equal=len(judged) - better - worse,
+        base_better=worse,
+        sign_p=sign_test_p(better, worse),
+        detectable=detectable_preference(better + worse),
+    )
+
+
+def _net(judged: Sequence[Judged], share: float, rules: Rules) -> Interval:
+    """The weighted mean of preferences, resampled by document."""
+    documents: dict[str, list[float]] = {}
+    for item in judged:
+        sums = documents.setdefault(item.entry.doc, [0.0, 0.0])
+        sums[0] += item.entry.weight * item.preference
+        sums[1] += item.entry.weight
+    return cluster_bootstrap(
+        np.array([documents[doc] for doc in sorted(documents)]),
+        lambda totals: share * totals[:, 0] / totals[:, 1],
+        Sampling(confidence=rules.confidence),
+    )
+
+
+def _effective(judged: Sequence[Judged]) -> float:
+    """Kish's effective sample size."""
+    weights = [item.entry.weight for item in judged]
+    return sum(weights) ** 2 / sum(w * w for w in weights)
+
+
+def _weighted_share(judged: Sequence[Judged], holds: Sequence[bool]) -> float:
+    total = sum(item.entry.weight for item in judged)
+    return sum(i.entry.weight for i, held in zip(judged, holds, strict=True) if held) / total
+
+
+def _exact(
+    judged: Sequence[Judged], holds: Sequence[bool], share: float, confidence: float
+) -> Interval:
+    """Clopper-Pearson bounds for weighted items (Korn and Graubard 1998), rounded outward.
+
+    With equal weights these are the plain bounds of the count.
+    """
+    trials = _effective(judged)
+    found = _weighted_share(judged, holds)
+    hits = round(found * trials, 9)
+    whole = math.floor(round(trials, 9))
+    return Interval(
+        estimate=share * found,
+        lower=share * clopper_pearson_lower(math.floor(hits), whole, confidence),
+        upper=share * clopper_pearson_upper(min(math.ceil(hits), whole), whole, confidence),
+    )
+
+
+def _faults(judged: Sequence[Judged], share: float, rules: Rules) -> Faults:
+    new = [item.is_new_fault for item in judged]
+    none = [False] * len(judged)
+    return Faults(
+        new=_exact(judged, new, share, rules.confidence),
+        num_new=sum(new),
+        num_candidate=sum(item.candidate_fault for item in judged),
+        num_base=sum(item.base_fault for item in judged),
+        upper_if_none=_exact(judged, none, share, rules.confidence).upper,
+    )
+
+
+def _answer_preference(
+    judged: Sequence[Judged], found: Preference, share: float, rules: Rules
+) -> Answer:
+    net, limit = found.net, -rules.margin
+    said = (
+        f"people prefer the {'base' if net.estimate < 0 else 'candidate'} in "
+        f"{abs(net.estimate):.1%} of the requests on balance [{net.lower:+.1%}, {net.upper:+.1%}]; "
+        f"a loss of {rules.margin:.1%} is allowed"
+    )
+    if net.estimate == 0:
+        said = said.replace("people prefer the candidate in 0.0%", "people prefer neither: 0.0%")
+    worse = [item.preference < 0 for item in judged]
+    few = found.candidate_better + found.base_better < FEW_DECISIVE
+    may_lose = few and _exact(judged, worse, share, rules.confidence).upper >= rules.margin
+    if math.isfinite(net.upper) and net.upper < limit:
+        return Answer(name="preference", outcome="fail", reason=said)
+    if math.isfinite(net.lower) and net.lower > limit and not may_lose:
+        return Answer(name="preference", outcome="pass", reason=said)
+    return Answer(
+        name="preference",
+        outcome="inconclusive",
+        reason=f"{said}: too few ratings to tell",
+        num_needed=_more(len(judged), net, limit),
+    )
+
+
+def _more(count: int, net: Interval, limit: float) -> int | None:
+    """The requests at which the nearer bound reaches the limit, widths shrinking by 1/sqrt(n)."""
+    bound = net.lower if net.estimate > limit else net.upper
+    gap, reach = abs(net.estimate - limit), abs(bound - net.estimate)
+    if gap == 0 or not math.isfinite(reach):
+        return None
+    needed = max(count + 1, math.ceil(count * (reach / gap) ** 2))
+    return needed if needed <= MOST_ITEMS else None
+
+
+def _answer_faults(judged: Sequence[Judged], found: Faults, share: float, rules: Rules) -> Answer:
+    new = found.new
+    said = (
+        f"{found.num_new} of {len(judged)} requests have a critical fault of the candidate that "
+        f"the base lacks: {new.estimate:.1%} of all, at most {new.upper:.1%} "
+        f"({rules.confidence:.0%} bound); {rules.max_critical:.1%} is allowed"
+    )
+    if new.lower > rules.max_critical:
+        return Answer(name="critical_faults", outcome="fail", reason=said)
+    if new.upper <= rules.max_critical:
+        return Answer(name="critical_faults", outcome="pass", reason=said)
+    return Answer(
+        name="critical_faults",
+        outcome="inconclusive",
+        reason=f"{said}: too few ratings to tell",
+        num_needed=_enough(found, share, rules, len(judged)),
+    )
+
+
+def _enough(found: Faults, share: float, rules: Rules, count: int) -> int | None:
+    """The fewest requests that decide if the observed rate stays."""
+    rate = found.num_new / count
+    sizes = (round(count * 1.02**k) + k for k in range(1, 400))
+    for size in sizes:
+        if size > MOST_ITEMS:
+            return None
+        hits = round(rate * size)
+        if share * clopper_pearson_upper(hits, size, rules.confidence) <= rules.max_critical:
+            return size
+        if share * clopper_pearson_lower(hits, size, rules.confidence) > rules.max_critical:
+            return size
+    return None
+
+
+def _agreement(votes: Mapping[str, Sequence[Vote]]) -> Agreement:
+    shared = [said for said in votes.values() if len(said) > 1]
+    names = sorted({vote.rater for said in shared for vote in said})
+    pairs = [_pair(first, second, shared) for first, second in combinations(names, 2)]
+    return Agreement(
+        num_items=len(shared),
+        pairs=tuple(pair for pair in pairs if pair.num_items),
+        alpha_preference=krippendorff_alpha([[v.preference for v in said] for said in shared]),
+        alpha_fault=krippendorff_alpha([[v.candidate_fault for v in said] for said in shared]),
+    )
+
+
+def _pair(first: str, second: str, shared: Sequence[Sequence[Vote]]) -> PairAgreement:
+    by_rater = [{vote.rater: vote for vote in said} for said in shared]
+    both = [(said[first], said[second]) for said in by_rater if first in said and second in said]
+    return PairAgreement(
+        raters=(first, second),
+        num_items=len(both),
+        preference=cohen_kappa([a.preference for a, _ in both], [b.preference for _, b in both]),
+        fault=cohen_kappa(
+            [a.candidate_fault for a, _ in both], [b.candidate_fault for _, b in both]
+        ),
+    )
