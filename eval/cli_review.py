@@ -103,7 +103,7 @@ def serve(
         f"{len(opened.items)} items. Open http://{web.HOST}:{listener.getsockname()[1]}/ "
         "(Ctrl-C ends; ratings are saved as they are made)"
     )
-    web.run(served, listener)
+    web.make_server(served).run(sockets=[listener])
 
 
 @app.command(

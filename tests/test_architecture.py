@@ -54,6 +54,7 @@ LAWS = [
     law("runtime", "runtime quant.artifact"),
     law("eval", "eval runtime.engine runtime.request runtime.config runtime.text quant.artifact",
         never="fastapi triton"),
+    law("eval.review.web", "eval.review eval.errors", never="torch transformers triton"),
 ]  # fmt: skip
 
 # Imports of one outside library that only one place may make.
@@ -61,7 +62,7 @@ ONLY_IN = {
     "transformers": ("quant.source", "quant.gguf_source", "quant.modelling", "runtime.text",
                      "eval.targets.reference"),
     "gguf": ("quant.gguf_source", "eval.targets.reference"),
-    "fastapi": ("runtime.server",),
+    "fastapi": ("runtime.server", "eval.review.web"),
     "lm_eval": ("eval.lm_eval_adapter",),
 }  # fmt: skip
 

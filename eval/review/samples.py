@@ -43,14 +43,14 @@ class Side(BaseModel):
 
 
 class Sample(BaseModel):
-    """One request with both answers. `task` parts the requests of a source, where it is given."""
+    """One request with both answers. `checks` are the kinds it is scored by: its task."""
 
     model_config = ConfigDict(strict=True, frozen=True)
     id: Name
     doc: Name
     source: Name
     lang: Name
-    task: str = ""
+    checks: list[str] = []
     messages: Annotated[list[Message], Field(min_length=1)]
     base: Side
     candidate: Side
@@ -59,6 +59,11 @@ class Sample(BaseModel):
     def domain(self) -> tuple[str, str, str]:
         """What strata are made of."""
         return (self.task, self.source, self.lang)
+
+    @property
+    def task(self) -> str:
+        """Requests with the same checks are the same kind of task."""
+        return "+".join(sorted(self.checks))
 
     @property
     def differs(self) -> bool:

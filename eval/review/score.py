@@ -19,12 +19,13 @@ from typing import Literal
 
 import numpy as np
 
-from eval.gate import Outcome
+from eval.gate_rules import Outcome
 from eval.review.agreement import cohen_kappa, krippendorff_alpha
 from eval.review.pack import Key, KeyEntry, Rules
 from eval.review.power import detectable_preference, sign_test_p
 from eval.review.ratings import History
 from eval.review.unseal import RaterResult, Vote, check_rater, votes_by_item
+from eval.review.weighted import effective_size, share_bounds
 from eval.stats import (
     Interval,
     Sampling,
@@ -178,7 +179,7 @@ def _unsealed(pending: Review, judged: tuple[Judged, ...]) -> Review:
         pending,
         result=_result(answers),
         answers=answers,
-        num_effective=_effective(judged),
+        num_effective=effective_size([item.entry.weight for item in judged]),
         preference=preference,
         faults=faults,
         judged=judged,
@@ -230,32 +231,13 @@ def _net(judged: Sequence[Judged], share: float, rules: Rules) -> Interval:
     )
 
 
-def _effective(judged: Sequence[Judged]) -> float:
-    """Kish's effective sample size."""
-    weights = [item.entry.weight for item in judged]
-    return sum(weights) ** 2 / sum(w * w for w in weights)
-
-
-def _weighted_share(judged: Sequence[Judged], holds: Sequence[bool]) -> float:
-    total = sum(item.entry.weight for item in judged)
-    return sum(i.entry.weight for i, held in zip(judged, holds, strict=True) if held) / total
-
-
 def _exact(
     judged: Sequence[Judged], holds: Sequence[bool], share: float, confidence: float
 ) -> Interval:
-    """Clopper-Pearson bounds for weighted items (Korn and Graubard 1998), rounded outward.
-
-    With equal weights these are the plain bounds of the count.
-    """
-    trials = _effective(judged)
-    found = _weighted_share(judged, holds)
-    hits = round(found * trials, 9)
-    whole = math.floor(round(trials, 9))
+    """The share of all requests for which `holds`, where only the share that differs can."""
+    found = share_bounds([item.entry.weight for item in judged], holds, confidence)
     return Interval(
-        estimate=share * found,
-        lower=share * clopper_pearson_lower(math.floor(hits), whole, confidence),
-        upper=share * clopper_pearson_upper(min(math.ceil(hits), whole), whole, confidence),
+        estimate=share * found.estimate, lower=share * found.lower, upper=share * found.upper
     )
 
 

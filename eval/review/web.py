@@ -159,7 +159,8 @@ def bind(port: int) -> socket.socket:
     return listener
 
 
-def run(app: FastAPI, listener: socket.socket) -> None:
-    """Serve until interrupted."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
-    uvicorn.Server(config).run(sockets=[listener])
+def make_server(app: FastAPI) -> uvicorn.Server:
+    """The server; `run(sockets=[listener])` serves until interrupted."""
+    return uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+    )

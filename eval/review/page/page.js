@@ -31,17 +31,22 @@ function complain(error) {
   $("notice").hidden = false;
 }
 
+function setBusy(isBusy) {
+  state.isBusy = isBusy;
+  $("review").setAttribute("aria-busy", String(isBusy));
+}
+
 // One request at a time: a second key press while one is under way is ignored.
 async function busy(work) {
   if (state.isBusy) return;
-  state.isBusy = true;
+  setBusy(true);
   try {
     await work();
     $("notice").hidden = true;
   } catch (error) {
     complain(error);
   } finally {
-    state.isBusy = false;
+    setBusy(false);
   }
 }
 
