@@ -10,8 +10,8 @@ from eval.amounts import Amounts
 from eval.gate import Verdict
 from eval.gate_spec import LoadedGates
 from eval.measurement import Measurement
+from eval.metrics.answers import PairedItem
 from eval.metrics.divergence import Ladder
-from eval.metrics.extraction import PairedItem
 from eval.stats import Sampling
 from eval.suites import Suite
 from eval.targets.base import Answer
@@ -56,7 +56,7 @@ class Numerics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """One extraction item with both answers as text and their scores."""
+    """One item with both answers as text and their scores."""
 
     pair: PairedItem
     base_text: str

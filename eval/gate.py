@@ -125,6 +125,7 @@ def judge(
     questions = [
         question
         for name, rule in spec.metrics.items()
+        if name in measurements or not rule.if_measured
         for question in _questions(name, rule, _evidence(name, measurements))
     ]
     p_values = {(name, ""): p for name, m in measurements.items() if (p := _p_value(m)) is not None}

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from eval.checks.catalogue import TASK_METRICS
 from eval.errors import GateSpecError
 
 LimitKind = Literal["max", "min", "max_drop"]
@@ -45,11 +46,10 @@ METRICS: dict[str, MetricInfo] = {
     "perplexity_ratio": MetricInfo(label="PPL(Q)/PPL(base)", limit="max"),
     "kl_mean": MetricInfo(label="Mean KLD", limit="max"),
     "top1_agreement": MetricInfo(label="Same top p", limit="min"),
-    "json_valid": MetricInfo(label="JSON valid", limit="max_drop", by_item=True),
-    "schema_valid": MetricInfo(label="Schema valid", limit="max_drop", by_item=True),
-    "field_completeness": MetricInfo(label="Fields complete", limit="max_drop"),
-    "field_f1": MetricInfo(label="Field F1", limit="max_drop"),
-    "critical_fields": MetricInfo(label="Critical fields", limit="max_drop", by_item=True),
+    **{
+        name: MetricInfo(label=m.label, limit="max_drop", by_item=m.shape != "rate")
+        for name, m in TASK_METRICS.items()
+    },
 }
 
 
@@ -109,10 +109,12 @@ class MetricRule(StratumRule):
     """One metric's limit over all items, and the limits within strata that have their own.
 
     domains: also reject when the metric certainly breaks the limit within one domain.
+    if_measured: judge only where the suite's checks give the metric; else its absence is an error.
     strata: stratum ("lang:zh", "length:2k-4k", or "source:*" for each of its kind) to its rule.
     """
 
     domains: bool = False
+    if_measured: bool = False
     strata: dict[str, StratumRule] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -135,9 +137,10 @@ class GateSpec(BaseModel):
 
     @model_validator(mode="after")
     def _something_required(self) -> GateSpec:
-        if not any(rule.required for rule in self.metrics.values()):
+        if not any(rule.required and not rule.if_measured for rule in self.metrics.values()):
             raise ValueError(
-                "no metric is required, so nothing would have to be shown: require one"
+                "no metric is required whatever the suite holds, so nothing would have to be "
+                "shown: require one"
             )
         return self
 

@@ -131,12 +131,16 @@ def _check_room(workload: Workload, max_tokens: int) -> None:
             f"windows of {widest} tokens exceed the model's context of {max_tokens}; "
             "pass a smaller --window-tokens"
         )
+    needed: dict[str, int] = {}
     for item, prompt in zip(workload.items, workload.prompts, strict=True):
-        needed = len(prompt.token_ids) + prompt.max_tokens
-        if needed > max_tokens:
+        longest = max(map(len, prompt.choices), default=prompt.max_tokens)
+        # A dialog's later turns stand on all that was said before them.
+        before = needed[item.follows] if item.follows is not None else 0
+        needed[item.id] = before + len(prompt.token_ids) + longest
+        if needed[item.id] > max_tokens:
             raise EvaluationError(
-                f"item {item.id} needs {needed} tokens with its answer, but the model's context "
-                f"has {max_tokens}; use a suite with shorter items"
+                f"item {item.id} needs {needed[item.id]} tokens with its answer, but the model's "
+                f"context has {max_tokens}; use a suite with shorter items"
             )
 
 
@@ -182,8 +186,9 @@ def notes_on(opened: Opened, amounts: Amounts) -> tuple[str, ...]:
     if len(opened.workload.windows) < amounts.num_windows:
         found = len(opened.workload.windows)
         notes.append(f"The suite gave {found} of {amounts.num_windows} windows asked for.")
-    if len(opened.workload.items) < amounts.num_items:
-        notes.append(
-            f"The suite gave {len(opened.workload.items)} of {amounts.num_items} items asked for."
-        )
+    notes += [
+        f"{name} holds {len(rows)} of {amounts.num_items} items asked for."
+        for name, rows in opened.suite.tasks.items()
+        if len(rows) < amounts.num_items
+    ]
     return tuple(notes)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# Details that hold names of a schema or of instructions and no one's words.
+_NAMES = ("wrong_fields", "missed")
+
 
 def redacted(data: Mapping[str, Any]) -> dict[str, Any]:
     """report.json's values with every text of an item put out of sight."""
@@ -22,6 +25,8 @@ def _item(item: Mapping[str, Any]) -> dict[str, Any]:
     for side in ("base", "candidate"):
         answer = dict(item[side])
         found[side] = {**answer, "text": _hidden(answer["text"]), "problem": _kind(answer)}
+        details = answer["details"].items()
+        found[side]["details"] = {k: v if k in _NAMES else _hidden(v) for k, v in details}
     return found
 
 
@@ -29,7 +34,9 @@ def _kind(answer: Mapping[str, Any]) -> str:
     """What went wrong without quoting: `not JSON`, `does not fit the schema`."""
     if not answer["problem"]:
         return ""
-    return "not JSON" if not answer["json_valid"] else "does not fit the schema"
+    if answer["values"].get("json_valid") == 0:
+        return "not JSON"
+    return "does not fit the schema" if answer["values"].get("schema_valid") == 0 else "wrong"
 
 
 def _hidden(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Reports: an evaluation as report.json (versioned, every number), report.html and report.md (to be
-read), junit.xml and summary.md (for a pipeline and its pull request).
+read), junit.xml and summary.md (for a pipeline and its pull request), samples.jsonl (one item a
+line with both answers and their scores).
 
 All files are made first and then moved into place, so a reader never meets half a report.
 """
@@ -9,27 +10,31 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eval import wording
+from eval.checks.catalogue import TASK_METRICS
+from eval.checks.registry import Scored
 from eval.errors import UsageError
 from eval.evaluation import Evaluation, Exchange
 from eval.gate import Finding
 from eval.gate_spec import METRICS
 from eval.measurement import Measurement
-from eval.metrics.extraction import ItemScore
 from eval.metrics.normalise import NORMALISATION_VERSION
 from eval.redaction import redacted
 from eval.report_formats import to_junit, to_summary
 from eval.report_page import to_html
 from eval.stats import mcnemar_p
+from eval.targets.base import Answer
 
-REPORT_VERSION = "1.1"
+REPORT_VERSION = "1.2"
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
-JUNIT_NAME, SUMMARY_NAME = "junit.xml", "summary.md"
+JUNIT_NAME, SUMMARY_NAME, SAMPLES_NAME = "junit.xml", "summary.md", "samples.jsonl"
 UNIT = (
     "per token of the artifact's own tokenizer; windows of one document do not overlap; every "
     "token but a window's first (or its BOS) is scored once; perplexity = exp(total NLL / tokens)"
@@ -55,6 +60,7 @@ def pages(data: dict[str, Any]) -> dict[str, str]:
         HTML_NAME: to_html(data),
         JUNIT_NAME: to_junit(data),
         SUMMARY_NAME: to_summary(data),
+        SAMPLES_NAME: "".join(json.dumps(i, ensure_ascii=False) + "\n" for i in data["items"]),
     }
 
 
@@ -108,7 +114,7 @@ def to_json(evaluation: Evaluation) -> dict[str, Any]:
         "kld": _kld(e),
         "answers": _answers(e),
         "notes": list(e.notes),
-        "items": [_item(exchange) for exchange in e.exchanges],
+        "items": [sample(exchange) for exchange in e.exchanges],
     }
 
 
@@ -173,6 +179,7 @@ def _answers(e: Evaluation) -> dict[str, Any]:
         "candidate": _side([x.pair.candidate for x in e.exchanges]),
         "identical": 1 - len(apart) / len(e.exchanges),
         "median_first_divergence": apart[len(apart) // 2] if apart else None,
+        "token_ratio_percentiles": _lengths(e.exchanges),
         "token_ratio": _ratio(
             sum(len(x.candidate_answer.token_ids) for x in e.exchanges),
             sum(len(x.base_answer.token_ids) for x in e.exchanges),
@@ -184,34 +191,54 @@ def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _side(scores: list[ItemScore]) -> dict[str, float]:
-    def share(holds: Callable[[ItemScore], bool]) -> float:
-        return sum(map(holds, scores)) / len(scores)
+def _side(scores: list[Scored]) -> dict[str, float]:
+    """Shares of the answers, over those that a check gives a value for."""
+    names = [name for name, m in TASK_METRICS.items() if m.shape == "pass"]
+    shares = {}
+    for name in names:
+        values = [float(s.values[name]) for s in scores if name in s.values]  # type: ignore[arg-type]
+        if values:
+            shares[name] = sum(values) / len(values)
+    for name in ("truncated", "failed"):
+        shares[name] = sum(getattr(s, name) for s in scores) / len(scores)
+    return shares
 
+
+def _lengths(exchanges: Sequence[Exchange]) -> dict[str, float] | None:
+    """How much longer the candidate's answers are than the base's: percentiles of the ratio."""
+    pairs = [(len(x.base_answer.token_ids), len(x.candidate_answer.token_ids)) for x in exchanges]
+    ratios = [candidate / base for base, candidate in pairs if base]
+    if not ratios:
+        return None
+    return {f"p{p}": float(np.percentile(ratios, p)) for p in (5, 50, 95)}
+
+
+def sample(x: Exchange) -> dict[str, Any]:
+    """One item with both answers and all that was found in them: a line of samples.jsonl."""
+    item = x.pair.item
     return {
-        "json_valid": share(lambda s: s.json_valid),
-        "json_extractable": share(lambda s: s.json_extractable),
-        "schema_valid": share(lambda s: s.schema_valid),
-        "truncated": share(lambda s: s.truncated),
-        "duplicate_keys": share(lambda s: s.has_duplicate_keys),
-        "failed": share(lambda s: s.failed),
+        "id": item.id,
+        "doc": item.doc,
+        "source": item.source,
+        "lang": item.lang,
+        "checks": [check.kind for check in item.checks],
+        "follows": item.follows,
+        "messages": item.messages,
+        "tools": item.tools,
+        "gold": item.gold,
+        "num_prompt_tokens": x.pair.num_prompt_tokens,
+        "base": _answer(x.base_text, x.base_answer, x.pair.base),
+        "candidate": _answer(x.candidate_text, x.candidate_answer, x.pair.candidate),
+        "first_divergence": x.divergence,
     }
 
 
-def _item(x: Exchange) -> dict[str, Any]:
+def _answer(text: str, answer: Answer, scored: Scored) -> dict[str, Any]:
     return {
-        "id": x.pair.item.id,
-        "source": x.pair.item.source,
-        "lang": x.pair.item.lang,
-        "messages": x.pair.item.messages,
-        "gold": x.pair.item.gold,
-        "base": {"text": x.base_text, "finish": x.base_answer.finish, **asdict(x.pair.base)},
-        "candidate": {
-            "text": x.candidate_text,
-            "finish": x.candidate_answer.finish,
-            **asdict(x.pair.candidate),
-        },
-        "first_divergence": x.divergence,
+        "text": text,
+        "finish": answer.finish,
+        "num_tokens": len(answer.token_ids),
+        **asdict(scored),
     }
 
 
@@ -302,7 +329,11 @@ def _kld_table(e: Evaluation) -> str:
 def _answer_table(e: Evaluation) -> str:
     answers = _answers(e)
     rows = [
-        (key.replace("_", " "), f"{answers['base'][key]:.1%}", f"{answers['candidate'][key]:.1%}")
+        (
+            METRICS[key].label if key in METRICS else key,
+            f"{answers['base'][key]:.1%}",
+            f"{answers['candidate'][key]:.1%}",
+        )
         for key in answers["base"]
     ]
     apart = answers["median_first_divergence"]

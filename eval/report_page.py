@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval import charts
+from eval.checks.catalogue import TASK_METRICS
 from eval.measurement import format_interval
 
 # Items shown with both answers, and fields named: the rest is in report.json.
@@ -202,8 +203,8 @@ def _fields(items: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
     base: Counter[str] = Counter()
     ours: Counter[str] = Counter()
     for item in items:
-        base.update({_top(name) for name in item["base"].get("wrong_fields", ())})
-        ours.update({_top(name) for name in item["candidate"].get("wrong_fields", ())})
+        base.update({_top(name) for name in item["base"]["details"].get("wrong_fields", ())})
+        ours.update({_top(name) for name in item["candidate"]["details"].get("wrong_fields", ())})
     names = sorted(base | ours, key=lambda name: (base[name] - ours[name], name))
     return [(name, base[name], ours[name]) for name in names[:MOST_FIELDS]]
 
@@ -215,7 +216,7 @@ def _top(field: str) -> str:
 
 def _shown(item: Mapping[str, Any]) -> dict[str, Any]:
     base, ours = item["base"], item["candidate"]
-    quality = [(x["schema_valid"], x["critical_right"], x["tp"] - x["fp"]) for x in (base, ours)]
+    quality = [_quality(answer["values"]) for answer in (base, ours)]
     change = "same" if base["text"] == ours["text"] else "changed"
     if quality[0] != quality[1]:
         change = "lost" if quality[1] < quality[0] else "gained"
@@ -225,6 +226,12 @@ def _shown(item: Mapping[str, Any]) -> dict[str, Any]:
         "problem": ours["problem"], "gold_text": item.get("gold_text") or item.get("gold"),
         "messages": item.get("messages", []),
     }  # fmt: skip
+
+
+def _quality(values: Mapping[str, Any]) -> list[float]:
+    """What an answer achieved, the most important metric first."""
+    found = (values[name] for name in TASK_METRICS if name in values)
+    return [value[0] if isinstance(value, list | tuple) else value for value in found]
 
 
 def _importance(item: Mapping[str, Any]) -> tuple[int, str]:

@@ -13,17 +13,20 @@ from datetime import UTC, datetime
 import numpy as np
 import torch
 
+from eval.asking import Asked, ask_all, read_reply
+from eval.checks.registry import score_reply
 from eval.errors import EvaluationError
 from eval.evaluation import Evaluation, Exchange
 from eval.gate import judge
-from eval.metrics import divergence, extraction
+from eval.metrics import answers, divergence
+from eval.metrics.answers import PairedItem
 from eval.metrics.divergence import WindowScores
-from eval.metrics.extraction import PairedItem, score_answer
 from eval.opening import Job, notes_on, numerics_of, open_all
 from eval.preflight import artifact_facts, require_unchanged
 from eval.progress import Progress
 from eval.stats import Sampling
-from eval.targets.base import Answer, Candidate, Reference, TokenScores
+from eval.suites import TaskItem
+from eval.targets.base import Advance, Answer, Candidate, Prompt, Reference, TokenScores
 from eval.windows import Window
 from eval.workload import Workload
 from runtime.text import TextProcessor
@@ -44,7 +47,7 @@ def weigh(job: Job, progress: Progress) -> Evaluation:
     sampling = Sampling(confidence=rules.confidence, draws=rules.draws, seed=job.amounts.seed)
     measurements = (
         *divergence.measure(scores, sampling),
-        *extraction.measure([e.pair for e in exchanges], sampling),
+        *answers.measure([e.pair for e in exchanges], sampling),
     )
     verdict = judge(rules, {m.name: m for m in measurements})
     require_unchanged(opened.artifact)
@@ -130,32 +133,31 @@ def exchange(
     candidate: Candidate,
     progress: Progress,
 ) -> list[Exchange]:
-    """Greedy answers of both models to every prompt, scored and paired."""
-    progress.stage("answers of the base", len(workload.prompts))
-    base = reference.generate(workload.prompts, candidate.stop_ids, progress.advance)
-    progress.stage("answers of the candidate", len(workload.prompts))
-    ours = candidate.generate(workload.prompts, progress.advance)
-    return [
-        _exchange(workload, text, index, answers)
-        for index, answers in enumerate(zip(base, ours, strict=True))
-    ]
+    """Greedy answers of both models to every item, scored and paired."""
+
+    def base_generates(prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
+        return reference.generate(prompts, candidate.stop_ids, advance)
+
+    progress.stage("answers of the base", len(workload.items))
+    base = ask_all(workload, text, base_generates, reference.choose, progress.advance)
+    progress.stage("answers of the candidate", len(workload.items))
+    ours = ask_all(workload, text, candidate.generate, candidate.choose, progress.advance)
+    rows = zip(workload.items, base, ours, strict=True)
+    return [_exchange(text, item, *asked) for item, *asked in rows]
 
 
-def _exchange(
-    workload: Workload, text: TextProcessor, index: int, answers: tuple[Answer, Answer]
-) -> Exchange:
-    item = workload.items[index]
-    texts = tuple(text.decode(answer.token_ids) for answer in answers)
-    base, candidate = (
-        score_answer(
-            item, shown, truncated=answer.finish == "length", failed=answer.finish == "error"
-        )
-        for shown, answer in zip(texts, answers, strict=True)
-    )
+def _exchange(text: TextProcessor, item: TaskItem, base: Asked, candidate: Asked) -> Exchange:
+    replies = [read_reply(asked.answer, text) for asked in (base, candidate)]
+    scores = [score_reply(reply, item.checks) for reply in replies]
     return Exchange(
-        pair=PairedItem(item=item, base=base, candidate=candidate),
-        base_text=texts[0],
-        candidate_text=texts[1],
-        base_answer=answers[0],
-        candidate_answer=answers[1],
+        pair=PairedItem(
+            item=item,
+            base=scores[0],
+            candidate=scores[1],
+            num_prompt_tokens=len(base.prompt.token_ids),
+        ),
+        base_text=replies[0].text,
+        candidate_text=replies[1].text,
+        base_answer=base.answer,
+        candidate_answer=candidate.answer,
     )

@@ -9,6 +9,8 @@ from eval import wording
 from eval.evaluation import Evaluation
 from eval.gate import Finding
 from eval.gate_rules import Outcome
+from eval.measurement import Measurement
+from eval.suites import TEXT_FILE
 from quant.artifact.stamp import STAMP_NAME, MetricRecord, Numerics, Stamp, Verdict, write_stamp
 
 _VERDICTS: dict[Outcome, Verdict] = {
@@ -47,10 +49,9 @@ def to_stamp(evaluation: Evaluation) -> Stamp:
 
 def _record(finding: Finding, e: Evaluation) -> MetricRecord:
     m = finding.measurement
-    file = "text.jsonl" if m.counted == "tokens" else "extraction.jsonl"
     return MetricRecord(
         name=f"{finding.name}[{finding.stratum}]" if finding.stratum else finding.name,
-        suite=f"{file} sha256 {e.suite.digests[file]}, seed {e.amounts.seed}",
+        suite=f"{_files(m, e)}, seed {e.amounts.seed}",
         value=_finite(m.estimate),
         low=_finite(m.lower),
         high=_finite(m.upper),
@@ -60,6 +61,12 @@ def _record(finding: Finding, e: Evaluation) -> MetricRecord:
         num_samples=m.num_scored,
         note=finding.reason,
     )
+
+
+def _files(m: Measurement, e: Evaluation) -> str:
+    """The suite's files behind a measurement, with their digests."""
+    names = [name for name in e.suite.digests if (name == TEXT_FILE) == (m.counted == "tokens")]
+    return ", ".join(f"{name} sha256 {e.suite.digests[name]}" for name in names)
 
 
 def _finite(number: float | None) -> float | None:

@@ -1,7 +1,7 @@
 """Suites: the gate half of the data as checked values, and a seeded, balanced pick from it.
 
-A suite is a directory with `text.jsonl` (held-out text) and `extraction.jsonl` (prompts with a
-JSON Schema and a gold answer). Knows no tokenizer and no model.
+A suite is a directory with `text.jsonl` (held-out text) and one or more other `*.jsonl` files of
+tasks: prompts with what their answers are checked for. Knows no tokenizer and no model.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from jsonschema.exceptions import SchemaError
-from jsonschema.validators import Draft202012Validator, validator_for
-from referencing import Registry
 from referencing.exceptions import Unresolvable
 
+from eval.checks import choice, fields, schema, state
+from eval.checks.base import Check
+from eval.checks.registry import read_checks
 from eval.errors import SuiteError
 
-TEXT_FILE, EXTRACTION_FILE = "text.jsonl", "extraction.jsonl"
+TEXT_FILE = "text.jsonl"
+ROLES = ("system", "user", "assistant", "tool")
+# A row of tasks has one of these three; the last is the older shape of extraction.jsonl.
+_SHAPES = ("checks", "turns", "schema")
+_KEYS = {"id", "doc", "source", "lang", "task", "gold", "max_tokens"}
 
 
 class Row(Protocol):
-    """What every row of a suite has: an identity, its domains, and what the models read of it."""
+    """What every row of a suite has: an identity, its stratum, and what the models read of it."""
 
     @property
     def id(self) -> str: ...
     @property
-    def source(self) -> str: ...
-    @property
-    def lang(self) -> str: ...
+    def stratum(self) -> tuple[str, ...]: ...
     @property
     def content(self) -> tuple[str, ...]: ...
 
@@ -47,71 +49,135 @@ class Document:
     text: str
 
     @property
+    def stratum(self) -> tuple[str, ...]:
+        """Picked from in turn."""
+        return self.source, self.lang
+
+    @property
     def content(self) -> tuple[str, ...]:
         """What the models read."""
         return (self.text,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExtractionItem:
-    """One prompt whose right answer is the JSON object `gold`, which satisfies `schema`.
+class TaskItem:
+    """One prompt and what its answer is checked for.
 
-    messages: the conversation so far, [{"role", "content"}, ...]. critical: names of top-level
-    fields that must be exactly right.
+    doc: the document or dialog it was made from; items of one doc are not independent. messages:
+    [{"role", "content"}, ...], for a later turn of a dialog only those since the last answer.
+    tools: declarations for the chat template, or None. gold: a right answer to show, or None.
+    max_tokens: the row's own limit, or None. follows: the id of the turn before this one; its
+    conversation, with the model's own answer, stands before `messages`.
     """
 
     id: str
+    doc: str
     source: str
     lang: str
     messages: list[dict[str, str]]
-    schema: dict[str, Any]
-    gold: dict[str, Any]
-    critical: tuple[str, ...]
+    checks: tuple[Check, ...]
+    tools: list[dict[str, Any]] | None = None
+    gold: Any = None
+    max_tokens: int | None = None
+    follows: str | None = None
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The continuations, for an item that is answered by likelihood."""
+        found = [c.options for c in self.checks if isinstance(c.options, choice.Options)]
+        return found[0].choices if found else ()
+
+    @property
+    def gold_text(self) -> str | None:
+        """A right answer as text, None where the row gives none."""
+        if self.gold is None or isinstance(self.gold, str):
+            return self.gold
+        return json.dumps(self.gold, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRow:
+    """One row of a task file: a single item, or the turns of a dialog in order."""
+
+    id: str
+    stratum: tuple[str, ...]
+    items: tuple[TaskItem, ...]
 
     @property
     def content(self) -> tuple[str, ...]:
         """What the models read."""
-        return tuple(text for m in self.messages for text in (m["role"], m["content"]))
+        asked = (text for i in self.items for m in i.messages for text in (m["role"], m["content"]))
+        return (*asked, *self.items[0].choices, json.dumps(self.items[0].tools))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """The rows of one suite; `digests` maps each file to the sha256 of its bytes."""
+    """The rows of one suite, tasks by file; `digests` maps each file to the sha256 of its bytes."""
 
     directory: Path
     documents: tuple[Document, ...]
-    items: tuple[ExtractionItem, ...]
+    tasks: dict[str, tuple[TaskRow, ...]]
     digests: dict[str, str]
+
+    @property
+    def items(self) -> tuple[TaskItem, ...]:
+        """Every item of every task file."""
+        return tuple(i for rows in self.tasks.values() for row in rows for i in row.items)
+
+    @property
+    def largest_file(self) -> int:
+        """Rows of the task file that holds most."""
+        return max(map(len, self.tasks.values()))
+
+    def pick(self, count: int, seed: int) -> list[TaskItem]:
+        """The items of `count` rows of each task file, dialogs whole and their turns in order."""
+        rows = (row for rows in self.tasks.values() for row in pick(rows, count, seed))
+        return [item for row in rows for item in row.items]
 
 
 R = TypeVar("R", bound=Row)
 
 
 def load_suite(directory: Path) -> Suite:
-    """Read both files of a suite; SuiteError names the file, the line and what was expected."""
+    """Read all files of a suite; SuiteError names the file, the line and what was expected."""
     if not directory.is_dir():
         raise SuiteError(f"no suite at {directory}: expected a directory with {TEXT_FILE}")
     documents = _read(directory / TEXT_FILE, _document)
-    items = _read(directory / EXTRACTION_FILE, _item)
+    names = sorted(p.name for p in directory.glob("*.jsonl") if p.name != TEXT_FILE)
+    if not names:
+        raise SuiteError(
+            f"{directory} holds no tasks: expected a *.jsonl file beside {TEXT_FILE}, such as "
+            "extraction.jsonl"
+        )
+    tasks = {name: _read(directory / name, _task_row) for name in names}
+    _refuse_shared_ids(directory, tasks)
     return Suite(
         directory=directory,
         documents=documents,
-        items=items,
+        tasks=tasks,
         digests={
             name: hashlib.sha256((directory / name).read_bytes()).hexdigest()
-            for name in (TEXT_FILE, EXTRACTION_FILE)
+            for name in (TEXT_FILE, *names)
         },
     )
 
 
+def _refuse_shared_ids(directory: Path, tasks: dict[str, tuple[TaskRow, ...]]) -> None:
+    seen: dict[str, str] = {}
+    for name, rows in tasks.items():
+        for row in rows:
+            if (other := seen.setdefault(row.id, name)) != name:
+                raise SuiteError(f"{directory / name}: the id {row.id!r} stands in {other} too")
+
+
 def pick(rows: Sequence[R], count: int, seed: int) -> list[R]:
-    """`count` rows, taken in turn from each (source, lang), in an order that the seed shuffles.
+    """`count` rows, taken in turn from each stratum, in an order that the seed shuffles.
 
     A larger count only adds rows, and a row's place does not depend on its neighbours in the file.
     """
-    strata: dict[tuple[str, str], list[R]] = {}
+    strata: dict[tuple[str, ...], list[R]] = {}
     for row in sorted(rows, key=lambda row: _shuffle_key(row.id, seed)):
-        strata.setdefault((row.source, row.lang), []).append(row)
+        strata.setdefault(row.stratum, []).append(row)
     turns = zip_longest(*(strata[key] for key in sorted(strata)))
     return [row for row in chain.from_iterable(turns) if row is not None][:count]
 
@@ -187,20 +253,96 @@ def _document(row: dict[str, Any]) -> Document:
     return Document(**_domains(row), text=_field(row, "text", str))
 
 
-def _item(row: dict[str, Any]) -> ExtractionItem:
-    schema, gold = _field(row, "schema", dict), _field(row, "gold", dict)
-    critical = row.get("critical", [])
-    if not isinstance(critical, list) or not all(isinstance(name, str) for name in critical):
-        raise ValueError(f"expected 'critical' to be a list of field names, found {critical!r}")
-    if missing := [name for name in critical if name not in gold]:
-        raise ValueError(f"critical fields {missing} are not in gold")
-    _check_gold(schema, gold)
+def _task_row(row: dict[str, Any]) -> TaskRow:
+    shape = next((key for key in _SHAPES if key in row), None)
+    if shape is None:
+        raise ValueError(f"expected one of the keys {', '.join(_SHAPES)}, found {sorted(row)}")
+    named = _domains(row)
+    named["doc"] = _field(row, "doc", str) if "doc" in row else named["id"]
+    if shape == "schema":
+        return TaskRow(
+            id=named["id"],
+            stratum=(named["source"], named["lang"]),
+            items=(_extraction(row, named),),
+        )
+    task = row.get("task", "")
+    if not isinstance(task, str):
+        raise ValueError(f"expected 'task' to be text, found {task!r}")
+    if shape == "checks":
+        _only(row, *_KEYS, "checks", "messages", "tools")
+        items: tuple[TaskItem, ...] = (_item(row, named),)
+    else:
+        _only(row, *_KEYS - {"gold"}, "turns")
+        items = _turns(row, named)
+    return TaskRow(id=named["id"], stratum=(named["source"], named["lang"], task), items=items)
+
+
+def _only(row: dict[str, Any], *known: str) -> None:
+    """A key that would have no effect is refused: its author believes that it has one."""
+    if unknown := sorted(set(row) - set(known)):
+        raise ValueError(f"unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+
+
+def _item(row: dict[str, Any], named: dict[str, str], follows: str | None = None) -> TaskItem:
+    tools = row.get("tools")
+    if tools is not None and (not isinstance(tools, list) or not tools):
+        raise ValueError(f"expected 'tools' to be a non-empty list, found {tools!r}")
+    limit = row.get("max_tokens")
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise ValueError(f"expected 'max_tokens' to be a positive integer, found {limit!r}")
+    checks = read_checks(row.get("checks"))
+    _require_possible(checks)
+    return TaskItem(
+        **named,
+        messages=_messages(row),
+        checks=checks,
+        tools=tools,
+        gold=row.get("gold", _gold_of(checks)),
+        max_tokens=limit,
+        follows=follows,
+    )
+
+
+def _turns(row: dict[str, Any], named: dict[str, str]) -> tuple[TaskItem, ...]:
+    turns, items = _field(row, "turns", list), list[TaskItem]()
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, dict):
+            raise ValueError(f"turn {number}: expected an object, found {turn!r}")
+        try:
+            _only(turn, "messages", "checks", "gold", "max_tokens")
+            last = items[-1].id if items else None
+            item = _item(
+                {"max_tokens": row.get("max_tokens"), **turn},
+                {**named, "id": f"{named['id']}#{number + 1}"},
+                last,
+            )
+        except ValueError as error:
+            raise ValueError(f"turn {number + 1}: {error}") from error
+        if item.choices:
+            raise ValueError(f"turn {number + 1}: 'choice' leaves no answer for the next turn")
+        items.append(item)
+    return tuple(items)
+
+
+def _extraction(row: dict[str, Any], named: dict[str, str]) -> TaskItem:
+    """The older shape: a schema and a gold object make three checks."""
+    _field(row, "schema", dict), _field(row, "gold", dict)
+    checks = read_checks(
+        [
+            {"kind": "json_valid"},
+            {"kind": "schema_valid", "schema": row["schema"]},
+            {"kind": "fields", "gold": row["gold"], "critical": row.get("critical", [])},
+        ]
+    )
+    _require_possible(checks)
+    return TaskItem(**{**named, "messages": _messages(row), "checks": checks, "gold": row["gold"]})
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
     messages = _field(row, "messages", list)
     if not all(_is_message(message) for message in messages):
         raise ValueError("every message needs 'role' and 'content', both of them text")
-    return ExtractionItem(
-        **_domains(row), messages=messages, schema=schema, gold=gold, critical=tuple(critical)
-    )
+    return list(messages)
 
 
 def _is_message(message: Any) -> bool:
@@ -209,19 +351,29 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def _check_gold(schema: dict[str, Any], gold: dict[str, Any]) -> None:
-    """A gold answer that breaks its own schema would make every right answer wrong."""
-    validator = validator_for(schema, default=Draft202012Validator)
-    try:
-        validator.check_schema(schema)
-    except SchemaError as error:
-        raise ValueError(f"the JSON Schema is not valid: {error.message}") from error
-    checker = validator(schema, format_checker=validator.FORMAT_CHECKER, registry=Registry())
-    try:
-        broken = next(checker.iter_errors(gold), None)
-    except Unresolvable as error:
-        raise ValueError(
-            f"the JSON Schema refers to {error.ref!r}, which it does not hold"
-        ) from error
-    if broken is not None:
-        raise ValueError(f"gold breaks its own schema: {broken.message}")
+def _gold_of(checks: Sequence[Check]) -> Any:
+    """A right answer that the checks themselves name."""
+    for check in checks:
+        if isinstance(check.options, fields.Options | state.Options):
+            return check.options.gold
+        if isinstance(check.options, choice.Options):
+            return check.options.choices[check.options.gold]
+        if isinstance(gold := getattr(check.options, "gold", None), tuple) and gold:
+            return gold[0] if isinstance(gold[0], str) else None
+    return None
+
+
+def _require_possible(checks: Sequence[Check]) -> None:
+    """A gold answer that breaks the row's own schema would make every right answer wrong."""
+    schemas = [c.options.schema for c in checks if isinstance(c.options, schema.Options)]
+    golds = [c.options.gold for c in checks if isinstance(c.options, fields.Options)]
+    for wanted in schemas:
+        checker = schema.checker(wanted)
+        try:
+            broken = next((e for gold in golds or [{}] for e in checker.iter_errors(gold)), None)
+        except Unresolvable as error:
+            raise ValueError(
+                f"the JSON Schema refers to {error.ref!r}, which it does not hold"
+            ) from error
+        if golds and broken is not None:
+            raise ValueError(f"gold breaks its own schema: {broken.message}")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable
 
 from eval.amounts import Amounts
+from eval.checks.catalogue import TASK_METRICS
 from eval.evaluation import Evaluation, Exchange
 from eval.gate import Finding
 from eval.gate_rules import RETENTION_MARGINS
 from eval.gate_spec import StratumRule
 from eval.measurement import Measurement, format_interval
+from eval.metrics.answers import values_of
 from eval.stats import PairedCounts, drop_upper, fewest_clusters
 
 WORST = 3
@@ -54,7 +55,7 @@ def scope(evaluation: Evaluation) -> str:
     """How much was looked at."""
     return (
         f"{_scored(evaluation):,} tokens of {_many(evaluation.num_documents, 'document')} and "
-        f"{_many(len(evaluation.exchanges), 'extraction item')}"
+        f"{_many(len(evaluation.exchanges), 'answer')}"
     )
 
 
@@ -145,32 +146,45 @@ def _loses_too_much(counts: PairedCounts, margin: float) -> bool:
 
 def regressions(evaluation: Evaluation) -> list[Exchange]:
     """The items that got worst, at most WORST, worst first."""
-    worse = [e for e in evaluation.exchanges if _badness(e) > (0, 0, 0)]
-    return sorted(worse, key=lambda e: (*(-part for part in _badness(e)), e.pair.item.id))[:WORST]
+    worse = [e for e in evaluation.exchanges if _losses(e)]
+    return sorted(worse, key=lambda e: (_badness(e), e.pair.item.id))[:WORST]
 
 
-def _badness(exchange: Exchange) -> tuple[int, int, int]:
-    base, candidate = exchange.pair.base, exchange.pair.candidate
-    return (
-        int(base.schema_valid) - int(candidate.schema_valid),
-        int(base.critical_right) - int(candidate.critical_right),
-        max(base.tp - candidate.tp, 0),
-    )
+def _losses(exchange: Exchange) -> dict[str, float]:
+    """Metric to how much of it this item lost, in the catalogue's order. Changes are no losses."""
+    losses: dict[str, float] = {}
+    for name, metric in TASK_METRICS.items():
+        found = values_of(name, exchange.pair) if metric.shape != "kept" else None
+        if found is not None:
+            base, candidate = (v[0] if isinstance(v, tuple) else v for v in found)
+            losses[name] = max(base - candidate, 0.0)
+    return {name: lost for name, lost in losses.items() if lost > 0}
+
+
+def _badness(exchange: Exchange) -> tuple[float, ...]:
+    """Sorts worst first: the most important metric decides, then the next."""
+    losses = _losses(exchange)
+    return tuple(-losses.get(name, 0.0) for name in TASK_METRICS)
 
 
 def went_wrong(exchange: Exchange) -> str:
     """What the candidate's answer lost, in words."""
     base, candidate = exchange.pair.base, exchange.pair.candidate
-    if base.schema_valid and not candidate.schema_valid:
-        cut = ", cut off at its token limit" if candidate.truncated else ""
+    losses = _losses(exchange)
+    cut = ", cut off at its token limit" if candidate.truncated else ""
+    if "schema_valid" in losses:
         return f"no longer fits the schema ({candidate.problem}{cut})"
-    lost = [field for field in candidate.wrong_fields if field not in base.wrong_fields]
-    return f"now wrong: {', '.join(lost)}" if lost else "fewer fields right"
+    known = base.details.get("wrong_fields", ())
+    lost = [field for field in candidate.details.get("wrong_fields", ()) if field not in known]
+    if lost:
+        return f"now wrong: {', '.join(lost)}"
+    label = TASK_METRICS[next(iter(losses))].label
+    return f"{label}: lost" + (f" ({candidate.problem}{cut})" if candidate.problem else "")
 
 
 def gold(exchange: Exchange) -> str:
-    """The right answer as one line of JSON."""
-    return json.dumps(exchange.pair.item.gold, ensure_ascii=False)
+    """The right answer on one line, as far as the suite gives one."""
+    return exchange.pair.item.gold_text or "(the suite names no right answer)"
 
 
 def detectable(evaluation: Evaluation) -> str:
@@ -207,7 +221,9 @@ def _more_evidence(evaluation: Evaluation) -> list[str]:
     deciding = evaluation.verdict.deciding
     steps = []
     for counted, option in (("items", "items"), ("tokens", "windows")):
-        needed = _largest(f for f in deciding if f.measurement.counted == counted)
+        needed = _largest(
+            (f for f in deciding if f.measurement.counted == counted), evaluation.amounts.num_items
+        )
         if needed and counted == "tokens":
             needed = -(-needed // max(_scored(evaluation) // evaluation.num_windows, 1))
         if needed:
@@ -236,13 +252,22 @@ def _again(evaluation: Evaluation, **changed: int) -> str:
     return shlex.join(["evaluate", str(evaluation.artifact.path), *flags])
 
 
-def _largest(findings: Iterable[Finding]) -> int | None:
-    numbers = [f.num_needed for f in findings if f.num_needed is not None]
+def _largest(findings: Iterable[Finding], num_items: int) -> int | None:
+    """The most tokens, or items of a file, that any finding needs.
+
+    A metric that only some of a file's items have needs so many more of them.
+    """
+    numbers = []
+    for f in findings:
+        if f.num_needed is not None:
+            n, m = f.num_needed, f.measurement
+            sparse = m.counted == "items" and m.num_scored < num_items
+            numbers.append(-(-n * num_items // m.num_scored) if sparse else n)
     return max(numbers, default=None)
 
 
 def _supply(evaluation: Evaluation, counted: str, needed: int) -> str:
-    have = len(evaluation.suite.items)
+    have = evaluation.suite.largest_file
     if counted != "items" or needed <= have:
         return ""
     return (

@@ -13,23 +13,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.amounts import Amounts
-from eval.errors import EvaluationError, TargetError
-from eval.suites import ExtractionItem, Suite, pick
+from eval.errors import EvaluationError, SuiteError, TargetError
+from eval.suites import Suite, TaskItem
 from eval.targets.base import Prompt
 from eval.windows import Window, pick_windows
-from runtime.text import TextProcessor
+from runtime.text import ChatTemplateError, TextProcessor
 
 # An answer may be twice as long as the gold one and a little more; a model that rambles past that
 # has not answered in the wanted form.
 GOLD_FACTOR, GOLD_EXTRA = 2, 16
+# Of items that name no right answer and no limit of their own.
+DEFAULT_MAX_TOKENS = 192
+
+Messages = Sequence[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What both models are asked. `texts[i]` is the rendered prompt of `items[i]`."""
+    """What both models are asked. `texts[i]` is the rendered prompt of `items[i]`.
+
+    Later turns of a dialog are among `items`; their texts and prompts are those of their own
+    messages alone, because what stands before them is each model's own answer.
+    """
 
     windows: tuple[Window, ...]
-    items: tuple[ExtractionItem, ...]
+    items: tuple[TaskItem, ...]
     texts: tuple[str, ...]
     prompts: tuple[Prompt, ...]
     document_texts: tuple[str, ...]
@@ -51,31 +59,49 @@ def prepare(suite: Suite, text: TextProcessor, amounts: Amounts) -> Workload:
     )
     if not windows:
         raise EvaluationError(f"zero tokens to score: no usable document in {suite.directory}")
-    items = pick(suite.items, amounts.num_items, amounts.seed)
-    texts = [_render(text, item) for item in items]
+    items = suite.pick(amounts.num_items, amounts.seed)
     used = {window.document for window in windows}
     return Workload(
         windows=tuple(windows),
         items=tuple(items),
-        texts=tuple(texts),
-        prompts=tuple(_prompt(text, item) for item in items),
+        texts=tuple(render(text, item, item.messages) for item in items),
+        prompts=tuple(make_prompt(text, item, item.messages) for item in items),
         document_texts=tuple(d.text for d in suite.documents if d.id in used),
     )
 
 
-def _render(text: TextProcessor, item: ExtractionItem) -> str:
+def render(text: TextProcessor, item: TaskItem, messages: Messages) -> str:
+    """The prompt as text. SuiteError: the model's chat template refuses this conversation."""
     if text.chat_template is None:
-        return "\n\n".join(message["content"] for message in item.messages) + "\n\n"
-    return text.render_chat(item.messages)
+        return "\n\n".join(message["content"] for message in messages) + "\n\n"
+    try:
+        return text.render_chat(messages, tools=item.tools)
+    except ChatTemplateError as error:
+        raise SuiteError(f"item {item.id}: {error}") from error
 
 
-def _prompt(text: TextProcessor, item: ExtractionItem) -> Prompt:
-    if text.chat_template is None:
-        token_ids = text.encode(_render(text, item))
-    else:
-        token_ids = text.encode_chat(item.messages)
-    gold = text.encode(json.dumps(item.gold, ensure_ascii=False), add_special_tokens=False)
-    return Prompt(token_ids=tuple(token_ids), max_tokens=GOLD_FACTOR * len(gold) + GOLD_EXTRA)
+def make_prompt(text: TextProcessor, item: TaskItem, messages: Messages) -> Prompt:
+    """The item's prompt with `messages` as its conversation: template and BOS exactly once."""
+    rendered = render(text, item, messages)
+    encode = text.encode if text.chat_template is None else text.encode_rendered
+    choices = (tuple(text.encode(c, add_special_tokens=False)) for c in item.choices)
+    return Prompt(
+        token_ids=tuple(encode(rendered)),
+        max_tokens=max_tokens(text, item),
+        choices=tuple(choices),
+        messages=tuple(messages),
+        tools=tuple(item.tools or ()),
+    )
+
+
+def max_tokens(text: TextProcessor, item: TaskItem) -> int:
+    """How long an answer to this item may be."""
+    if item.max_tokens is not None:
+        return item.max_tokens
+    if item.gold_text is None:
+        return DEFAULT_MAX_TOKENS
+    gold = text.encode(item.gold_text, add_special_tokens=False)
+    return GOLD_FACTOR * len(gold) + GOLD_EXTRA
 
 
 def check_same_reading(workload: Workload, text: TextProcessor, base_tokenizer: Any) -> None:
@@ -87,14 +113,15 @@ def check_same_reading(workload: Workload, text: TextProcessor, base_tokenizer: 
     if text.chat_template is not None:
         for item, prompt in zip(workload.items, workload.texts, strict=True):
             rendered = base_tokenizer.apply_chat_template(
-                item.messages, tokenize=False, add_generation_prompt=True
+                item.messages, tools=item.tools, tokenize=False, add_generation_prompt=True
             )
             if rendered != prompt:
                 raise TargetError(
                     f"the base renders the chat of item {item.id} differently from the artifact; "
                     "evaluate against the model the artifact was made from"
                 )
-    for sample in (*workload.document_texts, *workload.texts):
+    choices = (choice for item in workload.items for choice in item.choices)
+    for sample in dict.fromkeys((*workload.document_texts, *workload.texts, *choices)):
         ours = text.encode(sample, add_special_tokens=False)
         theirs = base_tokenizer(sample, add_special_tokens=False)["input_ids"]
         if ours != theirs:
@@ -121,7 +148,8 @@ def _mismatch(sample: str, ours: Sequence[int], theirs: Sequence[int]) -> str:
 
 def reading_digest(workload: Workload, text: TextProcessor) -> str:
     """sha256 of every text used and of what the artifact's tokenizer makes of it."""
-    samples = (*workload.document_texts, *workload.texts)
+    choices = (choice for item in workload.items for choice in item.choices)
+    samples = (*workload.document_texts, *workload.texts, *choices)
     rows = [[sample, text.encode(sample, add_special_tokens=False)] for sample in samples]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 

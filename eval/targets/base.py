@@ -1,10 +1,10 @@
-"""What the runner asks of a target. Token ids only: text and templates are `eval.workload`'s."""
+"""What the runner asks of a target. Text and templates are `eval.workload`'s."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,18 +14,32 @@ Finish = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt with every special token in place, and how many tokens the answer may have."""
+    """A prompt with every special token in place, and how many tokens the answer may have.
+
+    choices: continuations as token ids, for a prompt that is answered by likelihood. messages,
+    tools: what the ids were rendered from, for a target that applies the template itself.
+    """
 
     token_ids: tuple[int, ...]
     max_tokens: int
+    choices: tuple[tuple[int, ...], ...] = ()
+    messages: tuple[dict[str, str], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A greedy answer without its stop token, and why it ended."""
+    """A greedy answer without its stop token, and why it ended.
+
+    text: what a target that speaks text said (token_ids are then that text's). tool_calls: the
+    calls a server parsed itself. choice_logprobs: nats of each choice, for a prompt with choices.
+    """
 
     token_ids: tuple[int, ...]
     finish: Finish
+    text: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+    choice_logprobs: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +56,12 @@ class TokenScores:
 
 
 Advance = Callable[[int], None]
+# Told of each answer as it comes: its prompt's place in the list, and the answer.
+Keep = Callable[[int, Answer], None]
+
+
+def forget(place: int, answer: Answer) -> None:
+    """A Keep that keeps nothing."""
 
 
 class Reference(Protocol):
@@ -58,6 +78,9 @@ class Reference(Protocol):
     ) -> list[Answer]:
         """Greedy answers; `advance(k)` is called as k more prompts are done."""
 
+    def choose(self, prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
+        """The log-likelihood of each of the prompts' choices."""
+
 
 class Candidate(Protocol):
     """The model being judged, on the very kernels that will serve."""
@@ -73,5 +96,12 @@ class Candidate(Protocol):
     ) -> list[TokenScores]:
         """Score windows against the reference's [n - 1, V] log-probabilities."""
 
-    def generate(self, prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
+    def generate(
+        self, prompts: Sequence[Prompt], advance: Advance, keep: Keep = forget
+    ) -> list[Answer]:
         """Greedy answers; `advance(k)` is called as k more prompts are done."""
+
+    def choose(
+        self, prompts: Sequence[Prompt], advance: Advance, keep: Keep = forget
+    ) -> list[Answer]:
+        """The log-likelihood of each of the prompts' choices."""

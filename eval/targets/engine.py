@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval.errors import EvaluationError, TargetError
-from eval.targets.base import Advance, Answer, Finish, Prompt, TokenScores
+from eval.targets.base import Advance, Answer, Finish, Keep, Prompt, TokenScores, forget
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import numerics
 from runtime.engine.engine import Engine
@@ -73,23 +73,48 @@ class EngineTarget:
             for s in scores
         ]
 
-    def generate(self, prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
+    def generate(
+        self, prompts: Sequence[Prompt], advance: Advance, keep: Keep = forget
+    ) -> list[Answer]:
         """Greedy answers, all prompts in flight together; a fault of one ends that one only."""
         for index, prompt in enumerate(prompts):
             self._add(index, prompt)
         token_ids: list[list[int]] = [[] for _ in prompts]
-        finishes: dict[int, Finish] = {}
+        answers: dict[int, Answer] = {}
         while self.engine.has_work:
             step = self.engine.step()
-            rows = zip(step.request_ids, step.token_ids, step.finish_reasons, strict=True)
-            ended = len(finishes)
-            for request_id, token, reason in rows:
+            ended = len(answers)
+            for request_id, token, reason in zip(
+                step.request_ids, step.token_ids, step.finish_reasons, strict=True
+            ):
+                index = int(request_id)
                 if token >= 0:
-                    token_ids[int(request_id)].append(token)
+                    token_ids[index].append(token)
                 if reason is not None:
-                    finishes[int(request_id)] = _FINISHES[reason]
-            advance(len(finishes) - ended)
-        return [self._answer(token_ids[i], finishes[i]) for i in range(len(prompts))]
+                    answers[index] = self._answer(token_ids[index], _FINISHES[reason])
+                    keep(index, answers[index])
+            advance(len(answers) - ended)
+        return [answers[index] for index in range(len(prompts))]
+
+    def choose(
+        self, prompts: Sequence[Prompt], advance: Advance, keep: Keep = forget
+    ) -> list[Answer]:
+        """Log-likelihoods of the choices, a prompt's choices together."""
+        answers = []
+        for index, prompt in enumerate(prompts):
+            whole = [(*prompt.token_ids, *choice) for choice in prompt.choices]
+            try:
+                scores = self.engine.score([ScoreItem(token_ids=ids) for ids in whole])
+            except RequestError as error:
+                raise EvaluationError(f"the engine refused prompt {index}: {error}") from error
+            found = tuple(
+                -sum(score.nll[-len(choice) :])
+                for score, choice in zip(scores, prompt.choices, strict=True)
+            )
+            answers.append(Answer(token_ids=(), finish="stop", choice_logprobs=found))
+            keep(index, answers[-1])
+            advance(1)
+        return answers
 
     def _add(self, index: int, prompt: Prompt) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens)

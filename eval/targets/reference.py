@@ -94,6 +94,28 @@ class ReferenceTarget:
             advance(len(batch))
         return [answers[i] for i in range(len(prompts))]
 
+    def choose(self, prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
+        """Log-likelihoods of the choices, one full forward a choice."""
+        answers = []
+        for prompt in prompts:
+            key = self._key("choices", [prompt.token_ids, prompt.choices])
+            found = self._cache.json(key)
+            if found is None:
+                found = [self._loglikelihood(prompt.token_ids, c) for c in prompt.choices]
+                self._cache.put_json(key, found)
+            answers.append(Answer(token_ids=(), finish="stop", choice_logprobs=tuple(found)))
+            advance(1)
+        return answers
+
+    @torch.inference_mode()
+    def _loglikelihood(self, prompt: Sequence[int], choice: Sequence[int]) -> float:
+        """Sum of log P(token) over the tokens of `choice` behind `prompt`, nats."""
+        ids = torch.tensor([[*prompt, *choice]], device=self._device)
+        logits = self._model(input_ids=ids, use_cache=False).logits[0]
+        rows = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+        picked = rows.gather(1, torch.tensor(choice, device=self._device)[:, None])
+        return float(picked.double().sum())
+
     @torch.inference_mode()
     def _generate_batch(self, prompts: list[Prompt], stop_ids: Sequence[int]) -> list[Answer]:
         width = max(len(p.token_ids) for p in prompts)

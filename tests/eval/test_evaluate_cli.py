@@ -107,7 +107,8 @@ def test_a_judged_artifact(
     assert "none written (--no-stamp)" in shown
     assert "\x1b" not in shown
     assert {path.name for path in out.iterdir()} == {
-        "report.html", "report.json", "report.md", "junit.xml", "summary.md"
+        "report.html", "report.json", "report.md", "junit.xml", "summary.md",
+        "samples.jsonl",
     }  # fmt: skip
     assert not (made / "gate.json").exists()
 

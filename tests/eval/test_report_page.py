@@ -22,11 +22,11 @@ HOSTILE = '<script>alert("1")</script> & "Foo GmbH"'
 
 def answer(text: str, *, is_right: bool, problem: str = "") -> dict[str, Any]:
     return {
-        "text": text, "finish": "stop", "json_valid": is_right, "json_extractable": is_right,
-        "schema_valid": is_right, "has_duplicate_keys": False, "critical_right": is_right,
-        "truncated": False, "failed": False, "problem": problem, "num_expected": 1,
-        "num_present": int(is_right), "tp": int(is_right), "fp": 0, "fn": 1 - int(is_right),
-        "wrong_fields": [] if is_right else ["party", "lines[2]"],
+        "text": text, "finish": "stop", "truncated": False, "failed": False, "problem": problem,
+        "values": {"schema_valid": float(is_right), "json_valid": float(is_right),
+                   "field_accuracy": [float(is_right), 1.0]},
+        "details": {"wrong_fields": [] if is_right else ["party", "lines[2]"],
+                    "calls": [] if is_right else [HOSTILE]},
     }  # fmt: skip
 
 

@@ -1,0 +1,97 @@
+"""schema_valid: the answer satisfies a JSON Schema, in the draft that its `$schema` names.
+
+Beside it enum adherence: of the values that a top-level enum allows, how many are spelled exactly,
+and how many would be once case, plural and punctuation are forgiven (the near misses).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jsonschema.exceptions import SchemaError
+from jsonschema.protocols import Validator
+from jsonschema.validators import Draft202012Validator, validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+
+from eval.checks.base import Outcome, Reply, only, printable
+from eval.checks.json_text import parse_strict
+from eval.errors import SuiteError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A schema and, of its top-level properties, the texts that each enum allows."""
+
+    schema: dict[str, Any]
+    enums: dict[str, tuple[str, ...]]
+
+
+def read(row: Mapping[str, Any]) -> Options:
+    """`schema`: a JSON Schema that holds all it refers to."""
+    only(row, "schema")
+    schema = row.get("schema")
+    if not isinstance(schema, dict) or not schema:
+        raise ValueError(f"expected a non-empty 'schema' (dict), found {schema!r}")
+    require_schema(schema)
+    properties = schema.get("properties")
+    listed = properties.items() if isinstance(properties, dict) else ()
+    enums = {
+        name: tuple(value for value in part["enum"] if isinstance(value, str))
+        for name, part in listed
+        if isinstance(part, dict) and isinstance(part.get("enum"), list)
+    }
+    return Options(schema=schema, enums={name: texts for name, texts in enums.items() if texts})
+
+
+def require_schema(schema: dict[str, Any]) -> None:
+    """ValueError for something that is no JSON Schema of its draft."""
+    try:
+        validator_for(schema, default=Draft202012Validator).check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"the JSON Schema is not valid: {error.message}") from error
+
+
+def checker(schema: dict[str, Any]) -> Validator:
+    """A validator of the schema's own draft, formats on. Nothing outside the schema is fetched."""
+    validator = validator_for(schema, default=Draft202012Validator)
+    return validator(schema, format_checker=validator.FORMAT_CHECKER, registry=Registry())
+
+
+def score(reply: Reply, options: Options) -> Outcome:
+    """schema_valid, and enum_adherence / enum_lenient where the schema has enums."""
+    parsed = parse_strict(reply.text)
+    problem = parsed.problem or first_problem(options.schema, parsed.value)
+    values: dict[str, Any] = {"schema_valid": float(not problem)}
+    if options.enums:
+        answer = parsed.value if isinstance(parsed.value, dict) else {}
+        found = {name: answer.get(name) for name in options.enums}
+        exact = sum(found[name] in allowed for name, allowed in options.enums.items())
+        near = sum(_is_near(found[name], allowed) for name, allowed in options.enums.items())
+        values["enum_adherence"] = (float(exact), float(len(options.enums)))
+        values["enum_lenient"] = (float(near), float(len(options.enums)))
+    return Outcome(values=values, problem=problem)
+
+
+def first_problem(schema: dict[str, Any], value: Any) -> str:
+    """The first broken keyword and its path, or ""."""
+    try:
+        errors = sorted(checker(schema).iter_errors(value), key=lambda error: error.json_path)
+    except Unresolvable as error:
+        raise SuiteError(
+            f"a JSON Schema refers to {error.ref!r}, which it does not hold"
+        ) from error
+    return printable(f"{errors[0].json_path}: {errors[0].validator}") if errors else ""
+
+
+def _is_near(value: Any, allowed: tuple[str, ...]) -> bool:
+    if not isinstance(value, str):
+        return False
+    return _forgiven(value) in {_forgiven(text) for text in allowed}
+
+
+def _forgiven(text: str) -> str:
+    bare = "".join(char for char in text.casefold() if char.isalnum())
+    return bare.removesuffix("s") if len(bare) > 3 else bare
