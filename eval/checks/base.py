@@ -78,7 +78,7 @@ def only(row: Mapping[str, Any], *known: str) -> None:
     """ValueError for a key that would have no effect."""
     if unknown := sorted(set(row) - {"kind", *known}):
         raise ValueError(
-            f"check {row['kind']!r}: unknown key {unknown[0]!r}; known: {', '.join(known) or 'none'}"
+            f"check {row['kind']!r}: unknown key {unknown[0]!r}; known: {', '.join(known)}"
         )
 
 
