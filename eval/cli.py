@@ -15,7 +15,13 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from eval import cli_lm_eval, cli_plan, cli_report, cli_review
+from eval import (
+    cli_compare,
+    cli_lm_eval,
+    cli_plan,
+    cli_report,
+    cli_review,
+)
 from eval.amounts import Amounts
 from eval.errors import EvaluationError
 
@@ -242,6 +248,7 @@ def judge(
 
 
 app.command("plan", help=cli_plan.HELP, epilog=cli_plan.EPILOG)(cli_plan.plan)
+app.command(cli_compare.NAME, help=cli_compare.HELP, epilog=cli_compare.EPILOG)(cli_compare.command)
 app.command(cli_lm_eval.NAME, help=cli_lm_eval.HELP, epilog=cli_lm_eval.EPILOG)(cli_lm_eval.command)
 app.command("report")(cli_report.report)
 

@@ -159,13 +159,22 @@ class WeighbridgeLM(TemplateLM):  # type: ignore[misc]
             roles = ", ".join(message["role"] for message in chat_history)
             raise UsageError(f"{error} (roles: {roles})") from error
 
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihoods of continuations; bars on terminals only."""
+        found: list[tuple[float, bool]] = super().loglikelihood(
+            requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty()
+        )
+        return found
+
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        with tqdm(total=len(requests), desc="log-likelihoods", disable=disable_tqdm) as bar:
+        with tqdm(total=len(requests), desc="log-likelihoods", disable=disable_tqdm or None) as bar:
             found = self.scorer.likelihoods(
                 [(context, continuation) for _, context, continuation in requests], bar.update
             )
@@ -197,7 +206,7 @@ class WeighbridgeLM(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Answers up to the first stop string or the model's end of text."""
         jobs = [self._job(n, request) for n, request in enumerate(requests)]
-        with tqdm(total=len(jobs), desc="answers", disable=disable_tqdm) as bar:
+        with tqdm(total=len(jobs), desc="answers", disable=disable_tqdm or None) as bar:
             texts = self.scorer.generate(jobs, bar.update)
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)

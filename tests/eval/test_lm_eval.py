@@ -204,6 +204,13 @@ def test_the_command_writes_lm_evals_layout(
     said = capsys.readouterr().out
     assert "acc_norm" in said
     assert "good for a look" in said
+    with pytest.raises(SystemExit) as ended:  # and the folder is one that `compare` reads
+        main(["compare", "out", "out", "--json"])
+    assert ended.value.code == 3
+    pairs = json.loads(capsys.readouterr().out)
+    assert pairs["base"]["artifact_digest"] == art.digest
+    assert {m["metric"] for m in pairs["metrics"]} == {"acc", "acc_norm", "starts_with_a"}
+    assert all(m["num_items"] == 5 and m["estimate"] == 0 for m in pairs["metrics"])
 
 
 @pytest.mark.parametrize(
