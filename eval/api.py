@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def evaluate(
     stamp: bool = True,
     redact: bool = False,
     cache: str | Path | None = None,
+    calib: Sequence[str | Path] = (),
 ) -> Verdict:
     """Judge an artifact against its base; write the report and the stamp.
 
@@ -70,6 +72,8 @@ def evaluate(
         stamp: write gate.json into the artifact.
         redact: keep requests, answers and right values out of the reports.
         cache: where the base's answers are kept; None takes the default folder.
+        calib: the calibration files; what stands in them must not stand in the suite. Without them
+            the artifact's own sketch of them is used.
 
     Returns the verdict; `verdict.exit_code` is the command's.
 
@@ -88,6 +92,7 @@ def evaluate(
             device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=threads
         ),
         cache=cache,
+        calib=calib,
     )
     return run(
         job, out=None if out is None else Path(out), stamp=stamp, redact=redact
@@ -103,6 +108,7 @@ def make_job(
     amounts: Amounts,
     engine: EngineConfig,
     cache: str | Path | None = None,
+    calib: Sequence[str | Path] = (),
 ) -> Job:
     """Resolve what was said into a Job: shipped defaults filled in, amounts checked."""
     for name, number, least in (
@@ -128,7 +134,16 @@ def make_job(
         engine=engine,
         cache=Path(cache) if cache else default_directory(),
         said=_said(base, gates, suite, amounts),
+        calib=_calibration_files(calib),
     )
+
+
+def _calibration_files(calib: Sequence[str | Path]) -> tuple[Path, ...]:
+    """As `quantize` looks them up: where given, then among the shipped ones."""
+    try:
+        return tuple(resolve_input(str(name), "calib_data") for name in calib)
+    except FileNotFoundError as error:
+        raise UsageError(f"--calib: {error}") from error
 
 
 def _said(

@@ -108,7 +108,7 @@ EPILOG = (
     "evaluate plan   how many items your margins need, and what yours can show\n\n"
     "[bold]Exit codes:[/] 0 accepted, 1 rejected, 2 wrong usage, 3 inconclusive (the report says "
     "how many items would decide), 4 could not judge (damaged artifact, base that does not fit, "
-    "NaN, nothing scored).\n\n"
+    "NaN, nothing scored, gate data that also calibrated).\n\n"
     "[bold]Environment:[/] WEIGHBRIDGE_CACHE is the folder for the base's answers and hidden "
     "states (default ~/.cache/weighbridge). They are kept by digest, so judging a second artifact "
     "of the same base is faster; deleting the folder loses only time.\n\n"
@@ -162,6 +162,14 @@ def judge(
             metavar="DIR",
             help="Held-out data: a directory with text.jsonl and extraction.jsonl. "
             "[dim]Default: the shipped gate half of calib_data.[/]",
+        ),
+    ] = None,
+    calib: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="The calibration data (repeatable): an error when the suite holds any of it. "
+            "[dim]Default: the artifact's sketch of it.[/]",
         ),
     ] = None,
     items: Annotated[
@@ -240,6 +248,7 @@ def judge(
             kv_cache_dtype=kv_cache_dtype.value,
             num_threads=threads,
         ),
+        calib=calib or (),
     )
     with TerminalProgress(console) as progress:
         written = run(job, out=out, stamp=stamp, redact=redact, progress=progress)

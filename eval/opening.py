@@ -12,6 +12,7 @@ from eval.cache import Cache
 from eval.errors import EvaluationError
 from eval.evaluation import BaseFacts, Numerics
 from eval.gate_spec import LoadedGates, load_gates
+from eval.leakage import LeakageCheck, check_leakage
 from eval.preflight import open_judgeable, source_of
 from eval.progress import Progress
 from eval.suites import Suite, load_suite
@@ -37,7 +38,10 @@ from runtime.text import TextProcessor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to judge, against what, by which rules, how; `said` as in Evaluation."""
+    """What to judge, against what, by which rules, how; `said` as in Evaluation.
+
+    calib: the calibration files, where they are there to be held to the suite.
+    """
 
     artifact: Path
     base: str | None
@@ -47,6 +51,7 @@ class Job:
     engine: EngineConfig
     cache: Path | None
     said: dict[str, str]
+    calib: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,7 @@ class Opened:
     reference: ReferenceTarget
     candidate: EngineTarget
     base: BaseFacts
+    leakage: LeakageCheck
 
 
 def open_all(job: Job, progress: Progress) -> Opened:
@@ -76,6 +82,7 @@ def open_all(job: Job, progress: Progress) -> Opened:
     if job.engine.num_threads is not None:
         torch.set_num_threads(job.engine.num_threads)
     artifact = open_judgeable(job.artifact)
+    leakage = check_leakage(artifact, job.suite, job.calib)
     checkpoint = locate(job.base or source_of(artifact))
     text = TextProcessor.load(job.artifact)
     progress.advance(1)
@@ -103,6 +110,7 @@ def open_all(job: Job, progress: Progress) -> Opened:
         reference=reference,
         candidate=candidate,
         base=base,
+        leakage=leakage,
     )
 
 
@@ -164,7 +172,7 @@ def _is_same_place(left: str, right: str) -> bool:
 
 def notes_on(opened: Opened, amounts: Amounts) -> tuple[str, ...]:
     """What a reader should know before trusting the numbers."""
-    notes: list[str] = []
+    notes: list[str] = [opened.leakage.note]
     made_from = opened.artifact.manifest.source.path
     if not _is_same_place(opened.base.name, made_from):
         notes.append(

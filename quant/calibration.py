@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from quant.artifact.overlap import Sketch, Text, make_sketch, telling_ids
 from quant.calibration_rows import SHAPES, Row, RowCounts, read_rows
 from quant.coverage import Coverage, SourceCoverage, length_histogram, shared_prefix
 from quant.errors import CalibrationError
@@ -46,12 +47,14 @@ class Tokenizer(Protocol):
 class Calibration:
     """Token windows in a fixed order, their digest (sha256 over lengths and ids), the coverage.
 
+    sketch: the rows that gave them as hashes, for the gate's check; None for windows given as ids.
     long_samples: the beginnings of the longest rows, for what depends on length; in the digest too.
     """
 
     samples: list[list[int]]
     digest: str
     coverage: Coverage
+    sketch: Sketch | None = None
     long_samples: list[list[int]] = field(default_factory=list)
 
 
@@ -287,7 +290,17 @@ def _account(
         ignored_keys=dict(sorted(counts.ignored_keys.items())),
         shared_prefix=shared_prefix(samples),
     )
-    return Calibration(samples=samples, digest=_digest(samples), coverage=coverage)
+    sketch = make_sketch(_overlap_text(windows.document.row) for windows in chosen)
+    return Calibration(samples=samples, digest=_digest(samples), coverage=coverage, sketch=sketch)
+
+
+def _overlap_text(row: Row) -> Text:
+    return Text(
+        where=row.where,
+        content="\n".join(row.contents()),
+        ids=telling_ids(row.id, row.doc),
+        group=row.doc or "",
+    )
 
 
 def _by_source(

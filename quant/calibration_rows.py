@@ -22,7 +22,7 @@ SHAPES = '{"text"}, {"messages"} or {"prompt", "completion"}'
 # What a file raises that the system, or the end or the bytes of an archive, keep from being read.
 UNREADABLE = (OSError, EOFError, zlib.error)
 _CONTENT = {"text", "messages", "prompt", "completion"}
-_KNOWN = _CONTENT | {"id", "source", "lang", "tools"}
+_KNOWN = _CONTENT | {"id", "doc", "source", "lang", "tools"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,7 @@ class Row:
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
     id: str | None = None
+    doc: str | None = None
     lang: str | None = None
 
     def contents(self) -> Iterator[str]:
@@ -153,6 +154,7 @@ def parse_row(data: dict[str, Any], where: str, stem: str) -> Row | None:
         "where": where,
         "source": _tag(data, "source", where) or stem,
         "id": _tag(data, "id", where),
+        "doc": _tag(data, "doc", where),
         "lang": _tag(data, "lang", where),
     }
     if fields == {"text"}:

@@ -31,6 +31,7 @@ from quant.artifact.manifest import (
     Manifest,
     ModuleRecord,
     RecipeRecord,
+    SketchRecord,
     SourceRecord,
     scheme_tables,
 )
@@ -192,6 +193,7 @@ def _calibration_record(calibration: Calibration) -> CalibrationRecord:
         samples=coverage.samples,
         tokens=coverage.tokens,
         coverage=json.loads(json.dumps(coverage.to_json())),
+        sketch=None if calibration.sketch is None else SketchRecord.of(calibration.sketch),
     )
 
 

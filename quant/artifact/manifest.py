@@ -19,10 +19,12 @@ from pydantic import (
     JsonValue,
     SerializerFunctionWrapHandler,
     ValidationError,
+    field_validator,
     model_serializer,
     model_validator,
 )
 
+from quant.artifact import overlap
 from quant.artifact.errors import ManifestError, SchemeError
 from quant.artifact.jsonio import (
     canonical_json,
@@ -187,13 +189,54 @@ class RecipeRecord(_Record):
     overrides: dict[str, JsonValue] = Field(default_factory=dict)
 
 
+class SketchRecord(_Record):
+    """`overlap.Sketch`: which texts calibrated, as hashes, so that a gate cannot hold them unseen.
+
+    documents: sorted uint32 in little-endian base64, one string a document.
+    """
+
+    run: Literal[10] = 10
+    keep: int = Field(ge=1)
+    documents: tuple[str, ...]
+    ids: tuple[str, ...] = ()
+
+    @field_validator("documents")
+    @classmethod
+    def _decodable(cls, documents: tuple[str, ...]) -> tuple[str, ...]:
+        for text in documents:
+            overlap.decode(text)
+        return documents
+
+    @classmethod
+    def of(cls, sketch: overlap.Sketch) -> SketchRecord:
+        return cls(
+            keep=sketch.keep,
+            documents=tuple(map(overlap.encode, sketch.documents)),
+            ids=tuple(sorted(sketch.ids)),
+        )
+
+    def sketch(self) -> overlap.Sketch:
+        """The value."""
+        documents = tuple(map(overlap.decode, self.documents))
+        return overlap.Sketch(keep=self.keep, documents=documents, ids=frozenset(self.ids))
+
+
 class CalibrationRecord(_Record):
-    """The calibration tokens: digest, how many, and their coverage as reported."""
+    """The calibration tokens: digest, how many, their coverage as reported, and the texts' sketch.
+
+    `sketch` is only written where there is one: windows given as ids have none.
+    """
 
     digest: str
     samples: int
     tokens: int
     coverage: dict[str, JsonValue] = Field(default_factory=dict)
+    sketch: SketchRecord | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        return {k: v for k, v in data.items() if k != "sketch" or v is not None}
 
 
 class Manifest(_Record):
