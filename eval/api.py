@@ -57,7 +57,7 @@ def evaluate(
     stamp: bool = True,
     redact: bool = False,
     cache: str | Path | None = None,
-    calib: Sequence[str | Path] = (),
+    calib: Sequence[str | Path] | None = None,
 ) -> Verdict:
     """Judge an artifact against its base; write the report and the stamp.
 
@@ -108,7 +108,7 @@ def make_job(
     amounts: Amounts,
     engine: EngineConfig,
     cache: str | Path | None = None,
-    calib: Sequence[str | Path] = (),
+    calib: Sequence[str | Path] | None = None,
 ) -> Job:
     """Resolve what was said into a Job: shipped defaults filled in, amounts checked."""
     for name, number, least in (
@@ -134,7 +134,7 @@ def make_job(
         engine=engine,
         cache=Path(cache) if cache else default_directory(),
         said=_said(base, gates, suite, amounts),
-        calib=_calibration_files(calib),
+        calib=_calibration_files(calib or ()),
     )
 
 

@@ -248,7 +248,7 @@ def judge(
             kv_cache_dtype=kv_cache_dtype.value,
             num_threads=threads,
         ),
-        calib=calib or (),
+        calib=calib,
     )
     with TerminalProgress(console) as progress:
         written = run(job, out=out, stamp=stamp, redact=redact, progress=progress)
