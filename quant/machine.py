@@ -23,7 +23,7 @@ _MIN_SECONDS = 0.05
 _LAUNCHES = 2000
 # What an H200 reaches in such products, and its host in launches: the speeds of a run
 # (`run_time.H200`) grow with them.
-_H200_BFLOAT16, _H200_FLOAT32, _H200_LAUNCHES = 700e12, 50e12, 250e3
+_H200_BFLOAT16, _H200_FLOAT32, _H200_LAUNCHES = 700e12, 50e12, 169e3
 # GPTQ's passes over each weight, as if all were one elementwise pass, and its time for a column:
 # solved from two runs on 2 idle cores, the fixture on 64 x 512 tokens and the memory proof.
 _GPTQ_PASSES, _COLUMN_S = 5500, 3e-4
