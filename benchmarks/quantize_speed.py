@@ -54,11 +54,12 @@ from quant.checkpoint import Source
 from quant.estimate import estimate
 from quant.machine import anonymous_bytes, device_speed, is_gpu, speed_of
 from quant.peak_memory import PROCESS_BYTES, Workload
-from quant.pipeline import run, tokens_at_once
+from quant.pipeline import run
 from quant.plan import Plan, make_plan
 from quant.random_model import SHAPES, RandomModel
 from quant.recipe import Recipe
 from quant.report import RunReport
+from quant.run_start import tokens_at_once
 from quant.source import open_source
 
 # Windows x tokens: the split's for the fixture, llm-compressor's usual sizes for the others.

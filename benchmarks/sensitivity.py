@@ -30,8 +30,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Scores of every group in every scheme, and what they are of."""
     from quant.mixed_build import survey_source
     from quant.mixed_scores import ScoreSettings, measure_scores
-    from quant.pipeline import DTYPES
     from quant.recipe import Recipe
+    from quant.run_start import DTYPES
     from quant.source import open_source
 
     source, recipe = open_source(args.model), Recipe.parse(RECIPE)

@@ -48,12 +48,15 @@ from quant.mixed_build import survey_source
 from quant.mixed_plan import Planner, Space, guess_plan
 from quant.parallel import Ranks, Single
 from quant.peak_memory import PROCESS_BYTES, Workload
-from quant.pipeline import Progress, check_smoothing, run, tokens_at_once
+from quant.pipeline import run
 from quant.plan import Plan, make_plan
 from quant.recipe import Recipe
 from quant.report import RunReport, report_json, write_reports
 from quant.report_html import html_files
 from quant.report_render import model_card, report_markdown
+from quant.run_checks import check_smoothing
+from quant.run_progress import Progress
+from quant.run_start import tokens_at_once
 from quant.spill import UNLIMITED, MemoryLimits
 
 

@@ -16,12 +16,15 @@ from quant.foreign import QuantizedSource
 from quant.layer_job import stored_parts
 from quant.layer_store import LayerStore
 from quant.parallel import Single
-from quant.pipeline import Clock, Job, Progress, Silent, advance, open_writer, run_probe, start_job
+from quant.pipeline import open_writer
 from quant.plan import Plan
 from quant.plan_checks import check_fused
-from quant.provenance import Describe, finish, job_identity, no_texts, stage_files
+from quant.provenance import Describe, RunFindings, RunInputs, finish, no_texts, stage_files
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
+from quant.run_onward import advance, run_probe
+from quant.run_progress import Clock, Progress, Silent
+from quant.run_start import RunState, start_run
 from quant.spill import UNLIMITED, Shelves
 
 
@@ -57,47 +60,42 @@ def convert(
 ) -> RunReport:
     """Seal the artifact of `source` at `out`. Raises what `quant.pipeline.run` raises."""
     clock, shown, alone = Clock(), progress or Silent(), Single()
-    identity = job_identity(source, plan, recipe, None, "cpu")
-    with open_writer(
-        source, plan, out, identity, overwrite=overwrite, resume=resume, ranks=alone
-    ) as writer:
+    inputs = RunInputs(source=source, plan=plan, recipe=recipe, calibration=None)
+    with open_writer(inputs, out, alone, overwrite=overwrite, resume=resume) as writer:
         assert writer is not None, "the only rank writes"
         store = LayerStore(writer, alone)
         resumed = len(store.committed)
         stage_files(source, recipe, writer)
-        shelves = Shelves(out, "cpu", alone, UNLIMITED)
-        job = start_job(source, plan, recipe, None, store, "cpu", alone, shelves)
+        state = start_run(inputs, store, alone, Shelves(out, "cpu", alone, UNLIMITED))
         shown.start(plan.num_layers)
         for index in range(plan.num_layers):
             shown.layer(index, f"layer {index + 1} of {plan.num_layers}")
-            names = job.skeleton.layer_names(index)
-            advance(job, index, _written(job, source, index, index + 1, names))
+            names = state.skeleton.layer_names(index)
+            advance(state, index, _written(state, source, index, index + 1, names))
         shown.done()
-        outer = (*job.skeleton.outer_names(), *source.extra_names())
-        probe = run_probe(job, _written(job, source, None, 0, outer))
+        outer = (*state.skeleton.outer_names(), *source.extra_names())
+        probe = run_probe(state, _written(state, source, None, 0, outer))
         clock.lap("convert")
-        return finish(
-            source, plan, recipe, None, writer, probe, job.results,
-            seconds=clock.seconds, resumed=resumed, device="cpu", describe=describe,
-        )  # fmt: skip
+        findings = RunFindings(results=state.results, seconds=clock.seconds, resumed_layers=resumed)
+        return finish(inputs, writer, probe, findings, describe)
 
 
 def _written(
-    job: Job, source: QuantizedSource, layer: int | None, shard: int, names: tuple[str, ...]
+    state: RunState, source: QuantizedSource, layer: int | None, shard: int, names: tuple[str, ...]
 ) -> dict[str, Tensor]:
     """The tensors of a shard as they are on disk, written now or by an earlier run."""
-    if shard not in job.store.committed:
-        job.store.commit(shard, *_read(job, source, layer, names))
-    job.results.update(job.store.results(shard))
-    return job.store.read(shard)
+    if shard not in state.store.committed:
+        state.store.commit(shard, *_read(state, source, layer, names))
+    state.results.update(state.store.results(shard))
+    return state.store.read(shard)
 
 
 def _read(
-    job: Job, source: QuantizedSource, layer: int | None, names: tuple[str, ...]
+    state: RunState, source: QuantizedSource, layer: int | None, names: tuple[str, ...]
 ) -> tuple[dict[str, Tensor], dict[str, ModuleResult]]:
     tensors: dict[str, Tensor] = {}
     results = {}
-    for row in job.plan.layer_rows(layer):
+    for row in state.plan.layer_rows(layer):
         parts = {}
         if not row.scheme.is_dense:
             parts = stored_parts(row.module, source.weight(row.module))
@@ -110,6 +108,6 @@ def _read(
         )  # fmt: skip
     if layer is not None:
         tensors.update(source.kv_scales(layer))
-    done = {f"{row.module}.weight" for row in job.plan.layer_rows(layer)}
+    done = {f"{row.module}.weight" for row in state.plan.layer_rows(layer)}
     tensors.update({name: source.tensor(name) for name in names if name not in done})
     return tensors, results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from quant.artifact.artifact import open_artifact
@@ -16,7 +17,7 @@ from quant.machine import free_disk_bytes
 from quant.mixed_ask import plans_to_build
 from quant.mixed_build import check_recipe_path, mixed_folder
 from quant.plan_table import size
-from quant.provenance import is_made_by, job_identity
+from quant.provenance import RunInputs, is_made_by, job_identity
 
 
 def check_out(job: Job, *, overwrite: bool) -> None:
@@ -67,13 +68,15 @@ def _is_done(job: Job) -> bool:
         manifest = open_artifact(job.out).manifest
     except ArtifactError:
         return False
-    num_ranks = job.ranks.size
-    identity = job_identity(job.source, job.plan, job.recipe, None, job.device, num_ranks)
-    if not is_made_by(manifest.model_copy(update={"calibration": None}), identity):
+    inputs = RunInputs(
+        source=job.source, plan=job.plan, recipe=job.recipe, calibration=None, device=job.device,
+        num_ranks=job.ranks.size,
+    )  # fmt: skip
+    unseen = manifest.model_copy(update={"calibration": None})
+    if not is_made_by(unseen, job_identity(inputs)):
         return False
-    windows = calibrate(job)
-    identity = job_identity(job.source, job.plan, job.recipe, windows, job.device, num_ranks)
-    if not is_made_by(manifest, identity):
+    calibrated = replace(inputs, calibration=calibrate(job))
+    if not is_made_by(manifest, job_identity(calibrated)):
         return False
     clear_leftovers(job.out)
     return True

@@ -2,7 +2,7 @@
 stages already quantized (GPTQ's "true sequential" order), and one decoder layer, rebuilt from what
 was stored.
 
-Called by `quant.pipeline` for each layer and, with one stage, for lm_head. It knows methods and
+Called by `quant.run_layer` for each layer and, with one stage, for lm_head. It knows methods and
 layouts, but no files: tensors come in and go out by checkpoint name.
 """
 

@@ -24,8 +24,8 @@ from quant.closed_loop import ACCEPTED
 from quant.errors import NotAcceptedError, PipelineError, PlanError
 from quant.mixed_build import DONE, Built, MixedJob, Workshop
 from quant.mixed_plan import Space
-from quant.pipeline import Progress, Silent
 from quant.report import PlanTrial, RunReport, SensitivityRow
+from quant.run_progress import Progress, Silent
 
 # A plan found for `max_kl:` is good enough when it uses this much of it.
 CLOSE_ENOUGH = 0.9

@@ -36,11 +36,13 @@ from quant.mixed_plan import (
     written_out,
 )
 from quant.mixed_scores import ScoreSettings, measure_scores, parts_of
-from quant.pipeline import DTYPES, Progress, run, tokens_at_once
+from quant.pipeline import run
 from quant.plan import Plan
-from quant.provenance import job_identity, tools
+from quant.provenance import RunInputs, job_identity, tools
 from quant.recipe import Recipe
 from quant.report import ModuleResult, RunReport
+from quant.run_progress import Progress
+from quant.run_start import DTYPES, tokens_at_once
 from quant.spill import UNLIMITED, MemoryLimits
 
 DONE = "done.json"
@@ -202,7 +204,10 @@ class Workshop:
         recipe = self.recipe_of(allocation)
         plan = job.planner(recipe)
         fit = job.fit if plan.needs_calibration else None
-        identity = job_identity(job.source, plan, recipe, fit, job.device)
+        inputs = RunInputs(
+            source=job.source, plan=plan, recipe=recipe, calibration=fit, device=job.device
+        )
+        identity = job_identity(inputs)
         name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         path, record = job.folder / f"plan-{name}", job.folder / f"plan-{name}.json"
         is_sealed = (path / MANIFEST_NAME).is_file()

@@ -14,7 +14,7 @@ import platform
 import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -48,6 +48,28 @@ from quant.report import KVLayerResult, ModuleResult, RunReport
 Describe = Callable[[RunReport], Mapping[str, str]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInputs:
+    """What a run is made of and where: all of it that the result depends on."""
+
+    source: Source
+    plan: Plan
+    recipe: Recipe
+    calibration: Calibration | None
+    device: str = "cpu"
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFindings:
+    """What a run found out: results by module, seconds by stage, layers that an earlier run of the
+    same job had finished."""
+
+    results: Mapping[str, ModuleResult]
+    seconds: Mapping[str, float]
+    resumed_layers: int
+
+
 def no_texts(report: RunReport) -> Mapping[str, str]:
     """A Describe that makes nothing."""
     return {}
@@ -61,7 +83,7 @@ def package_version() -> str:
         return "0+clone"
 
 
-def tools(device: str, ranks: int = 1) -> dict[str, str]:
+def tools(device: str, num_ranks: int = 1) -> dict[str, str]:
     """Versions and settings that can move a bit of the result."""
     found = {
         "weighbridge": package_version(),
@@ -72,7 +94,7 @@ def tools(device: str, ranks: int = 1) -> dict[str, str]:
         "device": device_class(device),
         "threads": str(torch.get_num_threads()),
     }
-    return found if ranks == 1 else {**found, "ranks": str(ranks)}
+    return found if num_ranks == 1 else {**found, "ranks": str(num_ranks)}
 
 
 def device_class(device: str) -> str:
@@ -81,24 +103,18 @@ def device_class(device: str) -> str:
     return torch.cuda.get_device_name(kind) if kind.type == "cuda" else kind.type
 
 
-def job_identity(
-    source: Source,
-    plan: Plan,
-    recipe: Recipe,
-    calibration: Calibration | None,
-    device: str,
-    ranks: int = 1,
-) -> dict[str, Any]:
+def job_identity(inputs: RunInputs) -> dict[str, Any]:
     """What must be equal for a partial run to be taken up again; JSON data."""
+    plan, recipe, calibration = inputs.plan, inputs.recipe, inputs.calibration
     return {
-        "source": source.digest,
+        "source": inputs.source.digest,
         "recipe": recipe.sha256,
         "overrides": recipe.cli_overrides,
         "plan": [[row.module, row.scheme.label, row.method] for row in plan.rows],
         "dtype": plan.dtype,
         "kv_cache": [plan.kv_cache, list(plan.kv_layers)],
         "calibration": None if calibration is None else calibration.digest,
-        "tools": tools(device, ranks),
+        "tools": tools(inputs.device, inputs.num_ranks),
         "quant_sources": own_sources(),
     }
 
@@ -133,16 +149,10 @@ def is_made_by(manifest: Manifest, identity: Mapping[str, Any]) -> bool:
 
 
 def make_manifest(
-    source: Source,
-    plan: Plan,
-    recipe: Recipe,
-    calibration: Calibration | None,
-    probe: ProbeRecord,
-    results: Mapping[str, ModuleResult],
-    device: str,
-    ranks: int,
+    inputs: RunInputs, probe: ProbeRecord, results: Mapping[str, ModuleResult]
 ) -> Manifest:
     """The manifest, but for the tables of tensors and files."""
+    source, plan, recipe = inputs.source, inputs.plan, inputs.recipe
     attention = [f"model.layers.{i}.self_attn" for i in plan.kv_layers]
     return Manifest(
         created_by=f"weighbridge {package_version()}",
@@ -165,8 +175,8 @@ def make_manifest(
             name=recipe.name,
             overrides=recipe.cli_overrides,
         ),
-        calibration=None if calibration is None else _calibration_record(calibration),
-        tools=tools(device, ranks),
+        calibration=_calibration_record(inputs.calibration),
+        tools=tools(inputs.device, inputs.num_ranks),
         probe=probe,
     )
 
@@ -186,7 +196,9 @@ def _module_record(result: ModuleResult, plan: Plan) -> ModuleRecord:
     )
 
 
-def _calibration_record(calibration: Calibration) -> CalibrationRecord:
+def _calibration_record(calibration: Calibration | None) -> CalibrationRecord | None:
+    if calibration is None:
+        return None
     coverage = calibration.coverage
     return CalibrationRecord(
         digest=calibration.digest,
@@ -212,54 +224,35 @@ def stage_files(source: Source, recipe: Recipe, writer: ArtifactWriter) -> None:
 
 
 def finish(
-    source: Source,
-    plan: Plan,
-    recipe: Recipe,
-    calibration: Calibration | None,
+    inputs: RunInputs,
     writer: ArtifactWriter,
     probe: ProbeRecord,
-    results: Mapping[str, ModuleResult],
-    *,
-    seconds: Mapping[str, float],
-    resumed: int,
-    device: str,
+    findings: RunFindings,
     describe: Describe,
-    ranks: int = 1,
 ) -> RunReport:
     """Seal, and report: what `describe` makes of the report appears with the artifact."""
-    manifest = make_manifest(source, plan, recipe, calibration, probe, results, device, ranks)
+    manifest = make_manifest(inputs, probe, findings.results)
     reports: list[RunReport] = []
 
     def texts(artifact: Artifact) -> Mapping[str, str]:
-        reports.append(
-            make_report(
-                source, plan, recipe, calibration, writer.out, artifact, results,
-                seconds=seconds, resumed=resumed, device=device, ranks=ranks,
-                kv_layers=read_kv_results(writer, plan.num_layers),
-            )
-        )  # fmt: skip
+        kv_layers = read_kv_results(writer, inputs.plan.num_layers)
+        reports.append(make_report(inputs, findings, writer.out, artifact, kv_layers))
         return describe(reports[0])
 
-    writer.seal(manifest, make_config(source, plan), texts)
+    writer.seal(manifest, make_config(inputs.source, inputs.plan), texts)
     return reports[0]
 
 
 def make_report(
-    source: Source,
-    plan: Plan,
-    recipe: Recipe,
-    calibration: Calibration | None,
+    inputs: RunInputs,
+    findings: RunFindings,
     out: Path,
     artifact: Artifact,
-    results: Mapping[str, ModuleResult],
-    *,
-    seconds: Mapping[str, float],
-    resumed: int,
-    device: str,
-    ranks: int,
     kv_layers: tuple[KVLayerResult, ...] = (),
 ) -> RunReport:
     """What was done. `artifact` may still be staged; `out` is where it will be."""
+    source, plan, recipe = inputs.source, inputs.plan, inputs.recipe
+    calibration, results = inputs.calibration, findings.results
     return RunReport(
         model=source.name,
         adapter=source.merged.name if source.merged else None,
@@ -271,15 +264,15 @@ def make_report(
         source_bytes=source.num_bytes,
         artifact_bytes=_weight_bytes(artifact),
         modules=tuple(results[row.module] for row in plan.rows),
-        seconds=dict(seconds),
+        seconds=dict(findings.seconds),
         peak_memory_bytes=peak_memory_bytes(),
-        device=device_class(device),
+        device=device_class(inputs.device),
         threads=torch.get_num_threads(),
-        ranks=ranks,
-        resumed_layers=resumed,
+        ranks=inputs.num_ranks,
+        resumed_layers=findings.resumed_layers,
         coverage=None if calibration is None else calibration.coverage,
         warnings=plan.warnings,
-        tools=tools(device, ranks),
+        tools=tools(inputs.device, inputs.num_ranks),
         recipe_text=recipe.text,
         overrides=recipe.cli_overrides,
         source_digest=source.digest,

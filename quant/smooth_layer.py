@@ -1,7 +1,7 @@
 """Smoothing of one decoder layer: which folds of its family apply, their scales, and the check that
 the layer still computes the same.
 
-Called by `quant.pipeline` before the layer is quantized. The layer's tensors come in as they were
+Called by `quant.run_layer` before the layer is quantized. The layer's tensors come in as they were
 read and go out as they shall be quantized (linears, float32) or stored (norms, biases).
 """
 

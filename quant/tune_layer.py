@@ -7,8 +7,8 @@ as if it were not there. A few windows are kept out of the steps: they judge, th
 that they judge, and only what does better than all before is kept. So the result is never worse
 than the start on windows that no step has seen.
 
-Called by `quant.pipeline` once a layer has codes. One layer's weights, offsets and gradients are in
-memory, and one step's tokens. Knows no files.
+Called once a layer has codes (`quant.gradient_job`). One layer's weights, offsets and gradients
+are in memory, and one step's tokens. Knows no files.
 
 Shape legend: B sequences of a batch, T tokens, H hidden size.
 """

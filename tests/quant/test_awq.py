@@ -131,7 +131,7 @@ def test_unknown_folds_are_refused_by_name(tiny_model: Callable[..., Path], tmp_
     recipe = Recipe.parse(text)
     plan = make_plan(recipe, source.module_shapes, source.num_layers, config)
     assert plan.needs_calibration
-    from quant.pipeline import check_smoothing
+    from quant.run_checks import check_smoothing
 
     with pytest.raises(PipelineError, match="awq does not know where .*method: gptq"):
         check_smoothing(plan)

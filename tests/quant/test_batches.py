@@ -13,10 +13,10 @@ from quant.artifact.errors import StorageError
 from quant.errors import PipelineError
 from quant.machine import anonymous_bytes, free_memory_bytes, parse_bytes
 from quant.modelling import compute_dtype
-from quant.pipeline import tokens_at_once
 from quant.plan import Plan, make_plan
 from quant.random_model import RandomModel
 from quant.recipe import Recipe
+from quant.run_start import tokens_at_once
 from quant.spill import MemoryLimits, choose_place, shelf
 
 RECIPE = "scheme: w4a16\nmethod: gptq\n"

@@ -14,9 +14,9 @@ from benchmarks.quantize_speed import plan_of
 from quant.estimate import Estimate, estimate
 from quant.machine import Measured, speed_of
 from quant.peak_memory import PROCESS_BYTES, Workload, peak_memory
-from quant.pipeline import tokens_at_once
 from quant.plan import Plan, make_plan
 from quant.recipe import Recipe
+from quant.run_start import tokens_at_once
 from quant.run_time import H200
 from quant.source import open_source
 

@@ -19,10 +19,11 @@ from quant.errors import PlanError
 from quant.estimate import estimate
 from quant.original import Beside, collect
 from quant.peak_memory import Workload
-from quant.pipeline import Silent, run
+from quant.pipeline import run
 from quant.plan import make_plan
 from quant.recipe import Recipe
 from quant.report import RunReport
+from quant.run_progress import Silent
 from quant.run_time import H200
 from quant.source import open_source
 from tests.quant.test_pipeline import reconstructed
