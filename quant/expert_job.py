@@ -10,7 +10,7 @@ Shape legend: N valid tokens, K experts per token, H hidden size, I inputs of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,8 +27,8 @@ from quant.capture import (
 )
 from quant.errors import NonFiniteError
 from quant.experts import Expert, Experts
-from quant.layer_job import MethodSettings, Run, choose_codes, install_all
-from quant.outcome import ModuleOutcome, dealt
+from quant.layer_job import LayerWork, Run, choose_codes, install_all
+from quant.outcome import ModuleOutcome, Outcomes, dealt
 from quant.plan_rows import PlanRow
 
 # Below one in 200 of all tokens, or one token per 8 inputs, an expert counts as starved.
@@ -37,15 +37,7 @@ SHARE_FLOOR, INPUTS_PER_TOKEN = 0.005, 8
 HESSIAN_BYTES = 4 * 10**9
 
 
-def quantize_experts(
-    experts: Experts,
-    rows: Sequence[PlanRow],
-    linears: Mapping[str, nn.Linear],
-    weights: Mapping[str, Tensor],
-    stream: Stream,
-    run: Run,
-    settings: MethodSettings,
-) -> dict[str, ModuleOutcome]:
+def quantize_experts(experts: Experts, rows: Sequence[PlanRow], work: LayerWork) -> Outcomes:
     """Quantize one stage of a layer's experts (all gate|up, or all down) and install the result.
 
     rows: of this stage, any number of experts. Raises NonFiniteError, SchemeError.
@@ -54,13 +46,13 @@ def quantize_experts(
     for row in rows:
         if not row.scheme.is_dense:
             by_expert.setdefault(int(row.module.split(".")[-2]), []).append(row)
-    outcomes: dict[str, ModuleOutcome] = {}
+    stream, outcomes = work.stream, Outcomes()
     if not any(row.statistics != "none" for row in rows):
         outcomes = dealt(
             stream.ranks, list(by_expert),
-            lambda expert: choose_codes(by_expert[expert], linears, weights, None, settings),
+            lambda expert: choose_codes(by_expert[expert], work, None),
         )  # fmt: skip
-        install_all(linears, outcomes)
+        install_all(work.linears, outcomes)
         return outcomes
     columns = max(row.shape[1] for row in rows)
     is_inner = _is_down(rows[0], experts)
@@ -68,16 +60,16 @@ def quantize_experts(
     floor = token_floor(total, columns)
     for chunk in _chunks(list(by_expert), columns):
         found = collect_expert_inputs(
-            experts, chunk, stream, run, columns, is_inner=is_inner, floor=floor
+            experts, chunk, stream, work.run, columns, is_inner=is_inner, floor=floor
         )
 
-        def work(expert: int) -> dict[str, ModuleOutcome]:
+        def quantize(expert: int) -> Outcomes:
             statistics, seen = found.pop(expert)  # noqa: B023 - called within the iteration
-            chosen = choose_codes(by_expert[expert], linears, weights, statistics, settings)
+            chosen = choose_codes(by_expert[expert], work, statistics)
             return {name: _count(part, seen, floor, total) for name, part in chosen.items()}
 
-        outcomes.update(dealt(stream.ranks, chunk, work))
-    install_all(linears, outcomes)
+        outcomes.update(dealt(stream.ranks, chunk, quantize))
+    install_all(work.linears, outcomes)
     return outcomes
 
 

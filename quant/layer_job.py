@@ -34,9 +34,8 @@ from quant.methods.clip import clip
 from quant.methods.gptq import GPTQInfo, GPTQSettings, gptq, relative_output_error
 from quant.methods.rtn import rtn
 from quant.methods.scales import revive_squares
-from quant.outcome import ModuleOutcome, can_cut, cut, dealt, stored_bytes
+from quant.outcome import ModuleOutcome, Outcomes, can_cut, cut, dealt, stored_bytes
 from quant.outliers import input_outliers, weight_outliers
-from quant.parallel import Ranks
 from quant.plan_rows import PlanRow
 from quant.report import ModuleResult
 from quant.straight_through import straight_through
@@ -58,54 +57,53 @@ class MethodSettings:
     gptq: GPTQSettings
 
 
-def quantize_stage(
-    rows: Sequence[PlanRow],
-    linears: Mapping[str, nn.Linear],
-    weights: Mapping[str, Tensor],
-    stream: Stream,
-    run: Run,
-    settings: MethodSettings,
-) -> dict[str, ModuleOutcome]:
-    """Quantize the modules of one stage (they share their input) and install the result.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """The linears of a layer, or lm_head, while they are quantized, by module name.
 
-    weights: the source's weights by module name; `linears` are changed to what was stored, so that
-    later stages see it. Rows that are dense are left alone.
+    weights: the source's [out, in]; `linears` are changed to what is stored, so that later stages
+    see it. Statistics are of `run(hidden, mask)` over the whole stream, whose ranks share the work.
     """
+
+    linears: Mapping[str, nn.Linear]
+    weights: Mapping[str, Tensor]
+    stream: Stream
+    run: Run
+    settings: MethodSettings
+
+
+def quantize_stage(rows: Sequence[PlanRow], work: LayerWork) -> Outcomes:
+    """Quantize the modules of one stage (they share their input) and install the result. Rows that
+    are dense are left alone."""
     active = [row for row in rows if not row.scheme.is_dense]
     judged = [row for row in active if row.method == "auto"]
     if judged:
-        outcomes = quantize_judged(judged, linears, weights, stream, run, settings)
+        outcomes = quantize_judged(judged, work)
         rest = [row for row in active if row.method != "auto"]
-        return {**quantize_stage(rest, linears, weights, stream, run, settings), **outcomes}
+        return {**quantize_stage(rest, work), **outcomes}
     statistics = None
     wanted = {row.statistics for row in active}
     if wanted - {"none"}:
         first = active[0].module
         statistics = collect_inputs(
-            linears[first], stream, run, first, needs_hessian="hessian" in wanted
+            work.linears[first], work.stream, work.run, first, needs_hessian="hessian" in wanted
         )
-    return quantize_modules(active, linears, weights, statistics, settings, stream.ranks)
+    return quantize_modules(active, work, statistics)
 
 
-def quantize_judged(
-    rows: Sequence[PlanRow],
-    linears: Mapping[str, nn.Linear],
-    weights: Mapping[str, Tensor],
-    stream: Stream,
-    run: Run,
-    settings: MethodSettings,
-) -> dict[str, ModuleOutcome]:
+def quantize_judged(rows: Sequence[PlanRow], work: LayerWork) -> Outcomes:
     """`quantize_stage` by the method whose outputs are best on windows that none has seen."""
     first = rows[0].module
-    kept, held = hold_out(stream)
-    statistics = collect_inputs(linears[first], kept, run, first, needs_hessian=True)
-    inputs = sample_inputs(linears[first], held, run, first)
+    kept, held = hold_out(work.stream)
+    linear = work.linears[first]
+    statistics = collect_inputs(linear, kept, work.run, first, needs_hessian=True)
+    inputs = sample_inputs(linear, held, work.run, first)
     tried = {}
     for name, how in CANDIDATES.items():
         asked = [replace(row, **how) for row in rows]
-        tried[name] = choose_codes(asked, linears, weights, statistics, settings)
-    outcomes = {row.module: _best(row, tried, weights[row.module], inputs) for row in rows}
-    install_all(linears, outcomes)
+        tried[name] = choose_codes(asked, work, statistics)
+    outcomes = {row.module: _best(row, tried, work.weights[row.module], inputs) for row in rows}
+    install_all(work.linears, outcomes)
     return outcomes
 
 
@@ -131,26 +129,22 @@ def _best(
 
 
 def quantize_modules(
-    rows: Sequence[PlanRow],
-    linears: Mapping[str, nn.Linear],
-    weights: Mapping[str, Tensor],
-    statistics: InputStatistics | None,
-    settings: MethodSettings,
-    ranks: Ranks,
-) -> dict[str, ModuleOutcome]:
+    rows: Sequence[PlanRow], work: LayerWork, statistics: InputStatistics | None
+) -> Outcomes:
     """Quantize modules that share an input with these statistics of it, and install the result.
     The ranks share the work."""
 
-    def work(part: Sequence[PlanRow], pieces: Mapping[str, Tensor]) -> dict[str, ModuleOutcome]:
-        return _quantize_group(part, linears, pieces, statistics, settings)
+    def quantize(part: Sequence[PlanRow], pieces: Mapping[str, Tensor]) -> Outcomes:
+        return _quantize_group(part, replace(work, weights=pieces), statistics)
 
-    outcomes: dict[str, ModuleOutcome] = {}
+    ranks, weights = work.stream.ranks, work.weights
+    outcomes: Outcomes = {}
     for group in _alike(rows):
         if ranks.size > 1 and can_cut(group):
-            outcomes.update(cut(ranks, group, weights, work, partial(_energy, statistics)))
+            outcomes.update(cut(ranks, group, weights, quantize, partial(_energy, statistics)))
         else:
-            outcomes.update(dealt(ranks, [group], lambda rows: work(rows, weights)))
-    install_all(linears, outcomes)
+            outcomes.update(dealt(ranks, [group], lambda rows: quantize(rows, weights)))
+    install_all(work.linears, outcomes)
     return outcomes
 
 
@@ -161,16 +155,12 @@ def install_all(linears: Mapping[str, nn.Linear], outcomes: Mapping[str, ModuleO
 
 
 def choose_codes(
-    rows: Sequence[PlanRow],
-    linears: Mapping[str, nn.Linear],
-    weights: Mapping[str, Tensor],
-    statistics: InputStatistics | None,
-    settings: MethodSettings,
-) -> dict[str, ModuleOutcome]:
+    rows: Sequence[PlanRow], work: LayerWork, statistics: InputStatistics | None
+) -> Outcomes:
     """`quantize_modules` on one rank, nothing installed."""
-    outcomes: dict[str, ModuleOutcome] = {}
+    outcomes: Outcomes = {}
     for group in _alike(rows):
-        outcomes.update(_quantize_group(group, linears, weights, statistics, settings))
+        outcomes.update(_quantize_group(group, work, statistics))
     return outcomes
 
 
@@ -196,18 +186,14 @@ def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
 
 
 def _quantize_group(
-    group: Sequence[PlanRow],
-    linears: Mapping[str, nn.Linear],
-    weights: Mapping[str, Tensor],
-    statistics: InputStatistics | None,
-    settings: MethodSettings,
-) -> dict[str, ModuleOutcome]:
+    group: Sequence[PlanRow], work: LayerWork, statistics: InputStatistics | None
+) -> Outcomes:
     """Modules of one input, scheme and method, stacked along their outputs."""
     names = [row.module for row in group]
-    device = linears[names[0]].weight.device
-    stacked = torch.cat([weights[name].to(device) for name in names])
+    device = work.linears[names[0]].weight.device
+    stacked = torch.cat([work.weights[name].to(device) for name in names])
     try:
-        whole, info = _choose_codes(group[0], stacked, statistics, settings)
+        whole, info = _choose_codes(group[0], stacked, statistics, work.settings)
     except SchemeError as error:
         raise SchemeError(f"{', '.join(names)}: {error}") from error
     sizes = [row.shape[0] for row in group]

@@ -20,7 +20,7 @@ Shape legend: N valid tokens, I inputs, O outputs, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from quant.capture import InputStatistics, Stream, check_finite, first_input, share_statistics
-from quant.layer_job import MethodSettings, quantize_modules
-from quant.outcome import ModuleOutcome
+from quant.layer_job import LayerWork, quantize_modules
+from quant.outcome import ModuleOutcome, Outcomes
 from quant.plan_rows import PlanRow
 
 # l, as a fraction of the mean of H's diagonal. With a tenth of it the fixture's loss on other text
@@ -63,20 +63,13 @@ def can_aim(rows: Sequence[PlanRow]) -> bool:
     return bool(active) and is_gptq
 
 
-def quantize_towards(
-    beside: Beside,
-    rows: Sequence[PlanRow],
-    linears: Mapping[str, nn.Linear],
-    weights: Mapping[str, Tensor],
-    settings: MethodSettings,
-) -> dict[str, ModuleOutcome]:
+def quantize_towards(beside: Beside, rows: Sequence[PlanRow], work: LayerWork) -> Outcomes:
     """`quant.layer_job.quantize_stage` with this module's target; rows as `can_aim` wants them."""
     active = [row for row in rows if not row.scheme.is_dense]
     leaf = active[0].module.removeprefix(beside.prefix)
     sums = collect(beside, leaf)
-    aimed = {row.module: sums.target(weights[row.module]) for row in active}
-    ranks = beside.stream.ranks
-    outcomes = quantize_modules(active, linears, aimed, sums.inputs, settings, ranks)
+    aimed = {row.module: sums.target(work.weights[row.module]) for row in active}
+    outcomes = quantize_modules(active, replace(work, weights=aimed), sums.inputs)
     return {name: _noted(outcome) for name, outcome in outcomes.items()}
 
 

@@ -6,8 +6,8 @@ It does not know how codes are chosen (`quant.layer_job`, `quant.methods`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from quant.folds import MAPPINGS
 from quant.gradient_job import LearnWork, learn_layer, learns, start_of
 from quant.kv_layer import layer_scales, planned_kv, stored_tap
 from quant.kv_scales import scale_names
-from quant.layer_job import quantize_stage, stored_parts
+from quant.layer_job import LayerWork, quantize_stage, stored_parts
 from quant.modelling import HEAD, linear_of
 from quant.original import Beside, can_aim, quantize_towards
 from quant.outcome import Outcomes
@@ -28,73 +28,99 @@ from quant.run_start import RunState, on_device, stored_tensors
 from quant.smooth_layer import NO_FOLD, FoldNote, LayerTensors, smooth_layer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenLayer:
+    """A decoder layer under work: its module, and its tensors by checkpoint name, dense ones apart
+    from the weights to quantize. run: (hidden, mask) -> what the layer puts out."""
+
+    index: int
+    prefix: str
+    layer: nn.Module
+    dense: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    run: Callable[[Tensor, Tensor], Tensor]
+
+
 def quantize_layer(
     state: RunState, index: int
 ) -> tuple[dict[str, Tensor], dict[str, ModuleResult]]:
     """Capture, choose codes, stage by stage. Returns what to store, and the report's rows."""
-    planned = state.plan.layer_rows(index)
-    rows = {row.module: start_of(row, state.gradient) for row in planned}
-    prefix, names = state.skeleton.layer_prefix(index), state.skeleton.layer_names(index)
-    quantized = {f"{name}.weight" for name, row in rows.items() if not row.scheme.is_dense}
-    dense = stored_tensors(
-        state.source, state.settings.dtype, [n for n in names if n not in quantized]
-    )
-    weights = on_device(state.source.tensors(sorted(quantized)), state.skeleton.device)
-    layer = state.skeleton.build_layer(index, {**dense, **weights})
-    linears = {
-        name: linear_of(layer, name.removeprefix(prefix))
-        for name, row in rows.items()
-        if not row.scheme.is_dense
-    }
-    experts = state.skeleton.experts_of(layer)
-
-    def run_layer(hidden: Tensor, mask: Tensor) -> Tensor:
-        return state.skeleton.run_layer(index, layer, hidden, mask)
-
-    windows = state.calibration or state.probe
-    notes = {} if state.smooth is None else smooth(state, index, layer, dense, weights, run_layer)
-    by_module = {name.removesuffix(".weight"): tensor for name, tensor in weights.items()}
-    stored, results = dict(dense), dense_results(state, index, dense)
-    stages = state.skeleton.stages(index)
-    beside = None if state.original is None else beside_original(state, index, layer)
-    every: Outcomes = {}
-    for stage in stages:
-        work = (
-            [rows[prefix + leaf] for leaf in stage], linears, by_module, windows, run_layer,
-            state.settings,
-        )  # fmt: skip
-        if experts is not None and ".experts." in stage[0]:
-            outcomes = quantize_experts(experts, *work)
-        elif beside is not None and state.plan.gptq_target == "original" and can_aim(work[0]):
-            outcomes = quantize_towards(beside, work[0], linears, by_module, state.settings)
-        else:
-            outcomes = quantize_stage(*work)
-        every |= outcomes
-        if stage is stages[0]:
-            stored.update(kv_scales(state, index, layer, run_layer))
-    if beside is not None and learns(planned):
-        outcomes, norms = learn(state, index, beside, by_module, every, stored)
+    opened = open_layer(state, index)
+    notes = {} if state.smooth is None else smooth(state, opened)
+    stored, results = dict(opened.dense), dense_results(state, index, opened.dense)
+    beside = None if state.original is None else beside_original(state, opened)
+    work = layer_work(state, opened)
+    outcomes: Outcomes = {}
+    for number, stage in enumerate(state.skeleton.stages(index)):
+        outcomes |= quantize_next(state, opened, stage, work, beside)
+        if number == 0:
+            stored.update(kv_scales(state, opened))
+    if beside is not None and learns(state.plan.layer_rows(index)):
+        learned, norms = learn(state, index, beside, work.weights, outcomes, stored)
         stored.update(norms)
-        every |= outcomes
-    for name, outcome in every.items():
+        outcomes |= learned
+    for name, outcome in outcomes.items():
         note = notes.get(name, NO_FOLD)
         results[name] = replace(outcome.result, smoothing=note.text, smooth_dead=note.dead)
         stored.update(stored_parts(name, outcome.weight))
     return stored, results
 
 
-def beside_original(state: RunState, index: int, layer: nn.Module) -> Beside:
-    """`layer`, about to be quantized, and a copy that stays as it is (smoothed, it computes the
+def open_layer(state: RunState, index: int) -> OpenLayer:
+    """Layer `index` as the source has it, on the device that computes."""
+    names = state.skeleton.layer_names(index)
+    rows = state.plan.layer_rows(index)
+    quantized = {f"{row.module}.weight" for row in rows if not row.scheme.is_dense}
+    kept = [name for name in names if name not in quantized]
+    dense = stored_tensors(state.source, state.settings.dtype, kept)
+    weights = on_device(state.source.tensors(sorted(quantized)), state.skeleton.device)
+    layer = state.skeleton.build_layer(index, {**dense, **weights})
+    return OpenLayer(
+        index=index, prefix=state.skeleton.layer_prefix(index), layer=layer, dense=dense,
+        weights=weights, run=partial(state.skeleton.run_layer, index, layer),
+    )  # fmt: skip
+
+
+def layer_work(state: RunState, opened: OpenLayer) -> LayerWork:
+    """The layer's linears to quantize, with the weights as smoothing left them."""
+    weights = {name.removesuffix(".weight"): tensor for name, tensor in opened.weights.items()}
+    linears = {name: linear_of(opened.layer, name.removeprefix(opened.prefix)) for name in weights}
+    return LayerWork(
+        linears=linears, weights=weights, stream=state.calibration or state.probe, run=opened.run,
+        settings=state.settings,
+    )  # fmt: skip
+
+
+def quantize_next(
+    state: RunState,
+    opened: OpenLayer,
+    stage: Sequence[str],
+    work: LayerWork,
+    beside: Beside | None,
+) -> Outcomes:
+    """Quantize one stage (modules that share their input, by name in the layer)."""
+    planned = {row.module: row for row in state.plan.layer_rows(opened.index)}
+    rows = [start_of(planned[opened.prefix + leaf], state.gradient) for leaf in stage]
+    experts = state.skeleton.experts_of(opened.layer)
+    if experts is not None and ".experts." in stage[0]:
+        return quantize_experts(experts, rows, work)
+    if beside is not None and state.plan.gptq_target == "original" and can_aim(rows):
+        return quantize_towards(beside, rows, work)
+    return quantize_stage(rows, work)
+
+
+def beside_original(state: RunState, opened: OpenLayer) -> Beside:
+    """The layer, about to be quantized, and a copy that stays as it is (smoothed, it computes the
     same), on the streams of both models."""
     assert state.original is not None
     assert state.calibration is not None
 
     def run(layer: nn.Module, hidden: Tensor, mask: Tensor) -> Tensor:
-        return state.skeleton.run_layer(index, layer, hidden, mask)
+        return state.skeleton.run_layer(opened.index, layer, hidden, mask)
 
     return Beside(
-        layer=layer, original=copy.deepcopy(layer), stream=state.calibration,
-        reference=state.original, run=run, prefix=state.skeleton.layer_prefix(index),
+        layer=opened.layer, original=copy.deepcopy(opened.layer), stream=state.calibration,
+        reference=state.original, run=run, prefix=opened.prefix,
     )  # fmt: skip
 
 
@@ -117,45 +143,40 @@ def learn(
     return learn_layer(state.plan.layer_rows(index), work, state.gradient.tune)
 
 
-def kv_scales(
-    state: RunState, index: int, layer: nn.Module, run: Callable[[Tensor, Tensor], Tensor]
-) -> dict[str, Tensor]:
+def kv_scales(state: RunState, opened: OpenLayer) -> dict[str, Tensor]:
     """The scales of the layer's KV cache to store; what they cost is kept for the report."""
     streams = [state.calibration or state.probe, *([state.long_texts] if state.long_texts else [])]
-    prefix, dtype = state.skeleton.layer_prefix(index), state.settings.dtype
-    scales, result = layer_scales(state.plan, index, prefix, layer, streams, run, dtype)
+    scales, result = layer_scales(
+        state.plan, opened.index, opened.prefix, opened.layer, streams, opened.run,
+        state.settings.dtype,
+    )  # fmt: skip
     if result is not None:
         state.store.keep_kv(result)
     return scales
 
 
-def smooth(
-    state: RunState,
-    index: int,
-    layer: nn.Module,
-    dense: dict[str, Tensor],
-    weights: dict[str, Tensor],
-    run_layer: Callable[[Tensor, Tensor], Tensor],
-) -> dict[str, FoldNote]:
-    """Fold scales into a layer's tensors (changed, here and in the module); what was done, by
-    module."""
+def smooth(state: RunState, opened: OpenLayer) -> dict[str, FoldNote]:
+    """Fold scales into a layer's tensors (changed, in both tables and in the module); what was
+    done, by module."""
     assert state.smooth is not None
-    prefix = state.skeleton.layer_prefix(index)
-    leaves = {name.removeprefix(prefix): tensor for name, tensor in {**dense, **weights}.items()}
+    prefix, tables = opened.prefix, (opened.dense, opened.weights)
+    leaves = {n.removeprefix(prefix): tensor for table in tables for n, tensor in table.items()}
     # Where awq alone folds, what another method takes stays as it is: dense, as smoothing sees it.
     schemes = {
         row.module.removeprefix(prefix): row.scheme
         if state.plan.smoothing != "none" or row.method == "awq"
         else DENSE
-        for row in state.plan.layer_rows(index)
+        for row in state.plan.layer_rows(opened.index)
     }
-    work = LayerTensors(layer=layer, tensors=leaves, schemes=schemes, dtype=state.settings.dtype)
+    work = LayerTensors(
+        layer=opened.layer, tensors=leaves, schemes=schemes, dtype=state.settings.dtype
+    )
     notes = smooth_layer(
-        work, MAPPINGS.get(state.plan.architecture, ()), state.calibration or state.probe, run_layer,
-        state.skeleton.head_dim, state.smooth,
+        work, MAPPINGS.get(state.plan.architecture, ()), state.calibration or state.probe,
+        opened.run, state.skeleton.head_dim, state.smooth,
     )  # fmt: skip
-    for group in (dense, weights):
-        group.update({name: work.tensors[name.removeprefix(prefix)] for name in group})
+    for table in tables:
+        table.update({name: work.tensors[name.removeprefix(prefix)] for name in table})
     return {prefix + name: note for name, note in notes.items()}
 
 
@@ -195,11 +216,12 @@ def quantize_outer(
             with torch.no_grad():
                 return head(inputs_embeds=hidden.to(state.skeleton.device, torch.float32))
 
-        outcomes = quantize_stage(
-            rows, {HEAD: linear_of(head, HEAD)},
-            {name.removesuffix(".weight"): tensor for name, tensor in weights.items()},
-            state.calibration or state.probe, run_head, state.settings,
-        ) if rows else {}  # fmt: skip
+        work = LayerWork(
+            linears={HEAD: linear_of(head, HEAD)},
+            weights={name.removesuffix(".weight"): tensor for name, tensor in weights.items()},
+            stream=state.calibration or state.probe, run=run_head, settings=state.settings,
+        )  # fmt: skip
+        outcomes = quantize_stage(rows, work)
     for name, outcome in outcomes.items():
         results[name] = outcome.result
         stored.update(stored_parts(name, outcome.weight))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quant.artifact.scheme import preset, with_group_size
 from quant.capture import InputStatistics, Stream, collect_inputs, make_batches
-from quant.layer_job import MethodSettings, quantize_modules
+from quant.layer_job import LayerWork, MethodSettings, quantize_modules
 from quant.methods.gptq import GPTQSettings
 from quant.outcome import ModuleOutcome
 from quant.parallel import Part, Ranks, Single, share_of
@@ -134,7 +134,11 @@ def quantized(
         weights[name] = torch.randn(count, COLUMNS, generator=generator)
         linears[name] = nn.Linear(COLUMNS, count, bias=False)
     told = None if method == "rtn" else seen
-    found = quantize_modules(rows, linears, weights, told, SETTINGS, ranks)
+    work = LayerWork(
+        linears=linears, weights=weights, stream=Stream(batches=[], ranks=ranks),
+        run=lambda hidden, mask: hidden, settings=SETTINGS,
+    )  # fmt: skip
+    found = quantize_modules(rows, work, told)
     for name, outcome in found.items():
         assert torch.isfinite(linears[name].weight).all()
         assert outcome.result.shape == tuple(outcome.weight.codes.shape)
