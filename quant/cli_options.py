@@ -58,8 +58,8 @@ RecipeFile = Annotated[
 Calib = Annotated[
     list[str] | None,
     typer.Option("--calib", "-c", metavar="FILE",
-                 help="Calibration rows (JSONL, .gz too, of text, messages, or prompt + completion). "
-                 "Repeatable."),
+                 help="Calibration rows (JSONL, .gz too, of text, messages, or prompt + "
+                 "completion). Repeatable."),
 ]  # fmt: skip
 Out = Annotated[
     Path | None,

@@ -84,8 +84,8 @@ def choose_scales(
         sides.append(_choose_side(trial, side, absmax_K, dtype, by_head))
     return LayerScales(
         key=sides[0].scales, value=sides[1].scales,
-        error=(sum(s.error for s in sides) / trial.square_sum) ** 0.5,
-        error_of_one=(sum(s.error_of_one for s in sides) / trial.square_sum) ** 0.5,
+        error=trial.relative(sum(s.error for s in sides)),
+        error_of_one=trial.relative(sum(s.error_of_one for s in sides)),
         longest_text=trial.longest_text,
     )  # fmt: skip
 

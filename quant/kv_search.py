@@ -109,6 +109,10 @@ class Trial:
         """Tokens of the longest text that was asked about."""
         return max(question.call.key.shape[2] for question in self.questions)
 
+    def relative(self, square_error: float) -> float:
+        """The error beside the exact answers; 0 where all of these are 0, as rounded ones are."""
+        return (square_error / self.square_sum) ** 0.5 if self.square_sum else 0.0
+
     def errors(self, side: int, scales_CK: Tensor) -> Tensor:
         """Summed square error [C, K], on the CPU, of keys or values rounded by each candidate."""
         totals = []

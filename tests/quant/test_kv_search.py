@@ -105,3 +105,20 @@ def test_a_long_text_raises_the_scale_of_all(tiny_model: Callable[..., Path]) ->
     quiet = choose_scales(layer.module, [layer.stream], run, torch.float32)
     both = choose_scales(layer.module, [loud, layer.stream], run, torch.float32)
     assert float(both.value) >= scale_for(2.0**12) > 2 > float(quiet.value)
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("dead", ["v_proj", "k_proj", "q_proj"])
+def test_a_dead_attention_has_scales_and_no_error(
+    by_head: bool, dead: str, tiny_model: Callable[..., Path]
+) -> None:
+    layer = Layer(tiny_model("llama"), 0)
+    weight = layer.attention.get_submodule(dead).weight
+    assert isinstance(weight, Tensor)
+    kept = weight.clone()
+    weight.zero_()
+    found = choose_scales(layer.module, [layer.stream], layer.run, torch.float32, by_head=by_head)
+    weight.copy_(kept)
+    for scales in (found.key, found.value):
+        assert bool((torch.isfinite(scales) & (scales > 0)).all())
+    assert (found.error == 0) == (dead == "v_proj")
