@@ -172,8 +172,8 @@ def _unsealed(pending: Review, judged: tuple[Judged, ...]) -> Review:
     share, rules = pending.num_differing / pending.num_requests, pending.rules
     preference, faults = _preference(judged, share, rules), _faults(judged, share, rules)
     answers = (
-        _answer_preference(judged, preference, share, rules),
-        _answer_faults(judged, faults, share, rules),
+        _answer_preference(preference, len(judged), rules),
+        _answer_faults(faults, len(judged), share, rules),
     )
     return replace(
         pending,
@@ -218,16 +218,29 @@ def _preference(judged: Sequence[Judged], share: float, rules: Rules) -> Prefere
 
 
 def _net(judged: Sequence[Judged], share: float, rules: Rules) -> Interval:
-    """The weighted mean of preferences, resampled by document."""
+    """The weighted mean of preferences, resampled by document.
+
+    Few decisive items leave the bootstrap too little to draw from: then the exact bounds of how
+    often either side may be preferred hold as well.
+    """
     documents: dict[str, list[float]] = {}
     for item in judged:
         sums = documents.setdefault(item.entry.doc, [0.0, 0.0])
         sums[0] += item.entry.weight * item.preference
         sums[1] += item.entry.weight
-    return cluster_bootstrap(
+    found = cluster_bootstrap(
         np.array([documents[doc] for doc in sorted(documents)]),
         lambda totals: share * totals[:, 0] / totals[:, 1],
         Sampling(confidence=rules.confidence),
+    )
+    if sum(item.preference != 0 for item in judged) >= FEW_DECISIVE:
+        return found
+    better, worse = (
+        _exact(judged, [sign * item.preference > 0 for item in judged], share, rules.confidence)
+        for sign in (1, -1)
+    )
+    return replace(
+        found, lower=min(found.lower, -worse.upper), upper=max(found.upper, better.upper)
     )
 
 
@@ -253,30 +266,28 @@ def _faults(judged: Sequence[Judged], share: float, rules: Rules) -> Faults:
     )
 
 
-def _answer_preference(
-    judged: Sequence[Judged], found: Preference, share: float, rules: Rules
-) -> Answer:
+def _answer_preference(found: Preference, count: int, rules: Rules) -> Answer:
     net, limit = found.net, -rules.margin
+    liked = "base" if net.estimate < 0 else "candidate"
     said = (
-        f"people prefer the {'base' if net.estimate < 0 else 'candidate'} in "
-        f"{abs(net.estimate):.1%} of the requests on balance [{net.lower:+.1%}, {net.upper:+.1%}]; "
-        f"a loss of {rules.margin:.1%} is allowed"
+        f"on balance people prefer the {liked} in {abs(net.estimate):.1%} of the requests "
+        f"[{percent(net.lower)}, {percent(net.upper)}]; a loss of {rules.margin:.1%} is allowed"
     )
-    if net.estimate == 0:
-        said = said.replace("people prefer the candidate in 0.0%", "people prefer neither: 0.0%")
-    worse = [item.preference < 0 for item in judged]
-    few = found.candidate_better + found.base_better < FEW_DECISIVE
-    may_lose = few and _exact(judged, worse, share, rules.confidence).upper >= rules.margin
     if math.isfinite(net.upper) and net.upper < limit:
         return Answer(name="preference", outcome="fail", reason=said)
-    if math.isfinite(net.lower) and net.lower > limit and not may_lose:
+    if math.isfinite(net.lower) and net.lower > limit:
         return Answer(name="preference", outcome="pass", reason=said)
     return Answer(
         name="preference",
         outcome="inconclusive",
         reason=f"{said}: too few ratings to tell",
-        num_needed=_more(len(judged), net, limit),
+        num_needed=_more(count, net, limit),
     )
+
+
+def percent(share: float) -> str:
+    """A signed share, or that there is no bound."""
+    return f"{share + 0.0:+.1%}" if math.isfinite(share) else "no bound"
 
 
 def _more(count: int, net: Interval, limit: float) -> int | None:
@@ -289,10 +300,10 @@ def _more(count: int, net: Interval, limit: float) -> int | None:
     return needed if needed <= MOST_ITEMS else None
 
 
-def _answer_faults(judged: Sequence[Judged], found: Faults, share: float, rules: Rules) -> Answer:
+def _answer_faults(found: Faults, count: int, share: float, rules: Rules) -> Answer:
     new = found.new
     said = (
-        f"{found.num_new} of {len(judged)} requests have a critical fault of the candidate that "
+        f"{found.num_new} of {count} requests have a critical fault of the candidate that "
         f"the base lacks: {new.estimate:.1%} of all, at most {new.upper:.1%} "
         f"({rules.confidence:.0%} bound); {rules.max_critical:.1%} is allowed"
     )
@@ -304,7 +315,7 @@ def _answer_faults(judged: Sequence[Judged], found: Faults, share: float, rules:
         name="critical_faults",
         outcome="inconclusive",
         reason=f"{said}: too few ratings to tell",
-        num_needed=_enough(found, share, rules, len(judged)),
+        num_needed=_enough(found, share, rules, count),
     )
 
 

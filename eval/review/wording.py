@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from eval.review.draw import Draw
-from eval.review.score import Agreement, Judged, Review
+from eval.review.score import Agreement, Judged, Review, percent
 from eval.review.unseal import RaterResult
 
 _LABELS = {"preference": "Preference", "critical_faults": "Critical faults"}
@@ -27,11 +27,20 @@ def packed(draw: Draw, asked: int) -> Iterator[str]:
 
 
 def headline(review: Review) -> str:
-    """The verdict and why, in one or two sentences."""
-    if review.result == "pending":
+    """What was found, short enough for a badge."""
+    if review.preference is None or review.faults is None:
         missing = review.num_packed - review.num_rated
-        return f"PENDING: {missing} of {review.num_packed} requests have no rating that counts."
-    return f"{review.result.upper()}: " + " ".join(reasons(review))
+        return f"{missing} of {review.num_packed} requests have no rating that counts"
+    net, faults = review.preference.net, review.faults
+    return (
+        f"{_many(review.num_rated, 'request')}, {_many(len(review.raters), 'rater')}: net "
+        f"preference {percent(net.estimate)} [{percent(net.lower)}, {percent(net.upper)}], "
+        f"{_many(faults.num_new, 'new critical fault')} (at most {faults.new.upper:.1%})"
+    )
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def reasons(review: Review) -> list[str]:
@@ -48,7 +57,7 @@ def scope(review: Review) -> str:
     return (
         f"{review.num_rated} of {review.num_packed} packed requests rated, drawn from "
         f"{review.num_differing} that the models answered differently, of {review.num_requests} "
-        f"in all; {len(review.raters)} rater{'' if len(review.raters) == 1 else 's'}."
+        f"in all; {_many(len(review.raters), 'rater')}."
     )
 
 
@@ -59,10 +68,14 @@ def counts(review: Review) -> list[str]:
     p, f = review.preference, review.faults
     return [
         f"Candidate better {p.candidate_better}, equally good {p.equal}, base better "
-        f"{p.base_better} (exact sign test p = {p.sign_p:.3f}).",
+        f"{p.base_better} (exact sign test {_p_value(p.sign_p)}).",
         f"Critical faults: candidate {f.num_candidate}, base {f.num_base}, candidate alone "
         f"{f.num_new}.",
     ]
+
+
+def _p_value(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
 def could_show(review: Review) -> str:
@@ -140,9 +153,10 @@ def printable(text: str) -> str:
 
 def scored(review: Review) -> Iterator[str]:
     """The terminal's text."""
-    yield headline(review)
+    yield f"{review.result.upper()}: {headline(review)}"
     yield ""
     yield scope(review)
+    yield from reasons(review)
     yield from counts(review)
     if review.answers:
         yield could_show(review)

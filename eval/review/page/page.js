@@ -4,6 +4,8 @@
 const LONG_CHARACTERS = 1500;
 const LONG_LINES = 18;
 const FEW_CHARACTERS = 700;
+const FEW_CHARACTERS_NARROW = 250;
+const NARROW = window.matchMedia("(max-width: 46rem)");
 const $ = (id) => document.getElementById(id);
 
 const state = {
@@ -115,7 +117,8 @@ function showMessages(messages) {
   const size = messages.reduce((sum, message) => sum + message.text.length, 0);
   $("about").textContent = `${size.toLocaleString("en")} characters`;
   $("earlier").hidden = earlier.length === 0;
-  $("earlier").open = state.wantsEarlier ?? size <= FEW_CHARACTERS;
+  $("earlier").open = state.wantsEarlier
+    ?? size <= (NARROW.matches ? FEW_CHARACTERS_NARROW : FEW_CHARACTERS);
   $("earlier-count").textContent = earlier.length === 1 ? "1 earlier message" : `${earlier.length} earlier messages`;
   $("earlier-messages").replaceChildren(...earlier.map(messageBox));
   $("last-message").replaceChildren(messageBox(messages.at(-1)));

@@ -50,8 +50,12 @@ def packed(tmp_path: Path, count: int = 40, rows: int = 120, **changes: Any) -> 
 
 
 def opened(packed: Packed) -> tuple[Pack, Key]:
-    pack = open_pack(packed.path)
-    return pack, open_key(key_path(packed.path), pack)
+    return opened_at(packed.path)
+
+
+def opened_at(path: Path) -> tuple[Pack, Key]:
+    pack = open_pack(path)
+    return pack, open_key(key_path(path), pack)
 
 
 def sound(entry: KeyEntry) -> Rating:
