@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def run_engine(run: Run) -> None:
     for scheme in args.schemes:
         for kv in args.kv or [kv for s, kv in sorted(DECODES) if s == scheme] or ["bf16"]:
             spec = engine_spec(args, scheme, kv, run.deadline)
-            run.take(f"engine {spec.model.name} {kv}", lambda spec=spec: worker_rows(spec, run))
+            run.take(f"engine {spec.model.name} {kv}", partial(worker_rows, spec, run))
 
 
 def engine_spec(args: argparse.Namespace, scheme: str, kv: str, deadline: float | None) -> Spec:
@@ -172,8 +173,8 @@ def run_gemm(run: Run) -> None:
     for scheme in args.schemes:
         run.take(
             f"gemm {scheme}",
-            lambda scheme=scheme: measure(
-                args.shape, [scheme], args.batches or ROWS, torch.device(args.device),
+            partial(
+                measure, args.shape, [scheme], args.batches or ROWS, torch.device(args.device),
                 origin(args.device, args.commit), args.group, say,
             ),
         )  # fmt: skip

@@ -118,7 +118,7 @@ class Bench:
         dtype = DTYPES[self.kv_dtype]
         if self.kv_dtype != "int8":
             return self._draw(*shape).to(dtype), None
-        draw = {"generator": self._generator, "device": self.device}
+        draw: dict[str, Any] = {"generator": self._generator, "device": self.device}
         codes = torch.randint(-127, 128, shape, dtype=torch.int8, **draw)
         return codes, (torch.rand(shape[:-1], **draw) + 0.5) / 64
 

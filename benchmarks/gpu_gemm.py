@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -103,7 +104,7 @@ class Bench:
         given, reference = self._inputs(x)
         return Contender(
             kernel="weighbridge",
-            calls=tuple(lambda w=w: linear(given, w) for w in self.packed),
+            calls=tuple(partial(linear, given, w) for w in self.packed),
             num_bytes=self._num_bytes(),
             reference=reference @ self._floats(self.weights[0]).T,
         )
@@ -122,7 +123,7 @@ class Bench:
     def _torch_dense(self, x: Tensor) -> Contender:
         return Contender(
             kernel="torch",
-            calls=tuple(lambda w=w: torch.nn.functional.linear(x, w) for w in self.weights),
+            calls=tuple(partial(torch.nn.functional.linear, x, w) for w in self.weights),
             num_bytes=self._num_bytes(),
             reference=x.float() @ self.weights[0].float().T,
         )
@@ -139,7 +140,7 @@ class Bench:
         pairs = [(w, w.scale.float().T.contiguous()) for w in self.weights]
         return Contender(
             kernel="torch-scaled-mm",
-            calls=tuple(lambda w=w, s=s: call(w, s) for w, s in pairs),
+            calls=tuple(partial(call, w, s) for w, s in pairs),
             num_bytes=self._num_bytes(),
             reference=reference @ self._floats(self.weights[0]).T,
         )
@@ -150,7 +151,7 @@ class Bench:
         codes = self.weights[0].codes.float()
         return Contender(
             kernel="torch-int-mm",
-            calls=tuple(lambda w=w: torch._int_mm(given.codes_TK, w.codes.T) for w in self.weights),
+            calls=tuple(partial(torch._int_mm, given.codes_TK, w.codes.T) for w in self.weights),
             num_bytes=self._num_bytes(),
             reference=given.codes_TK.float() @ codes.T,
         )
@@ -161,21 +162,23 @@ class Bench:
     def _num_bytes(self) -> int:
         if self.scheme == "bf16":
             return 2 * self.n * self.k
-        weight = self.weights[0]
+        weight: QuantizedWeight = self.weights[0]
+        assert weight.scheme.weights is not None
         bits = weight.scheme.weights.num_bits
         return self.n * self.k * bits // 8 + 2 * weight.scale.numel()
 
     def _floats(self, weight: Any) -> Tensor:
-        return weight.float() if isinstance(weight, Tensor) else dequantize(weight).float()
+        return (weight if isinstance(weight, Tensor) else dequantize(weight)).float()
 
     def _dense(self) -> Tensor:
         w = torch.randn(self.n, self.k, generator=self._generator, device=self.device)
-        return (w / self.k**0.5).to(self.dtype)
+        scaled: Tensor = (w / self.k**0.5).to(self.dtype)
+        return scaled
 
     def _quantized(self, scheme: Scheme) -> QuantizedWeight:
         assert scheme.weights is not None
         groups = self.k // (scheme.weights.group_size or self.k)
-        draw = {"generator": self._generator, "device": self.device}
+        draw: dict[str, Any] = {"generator": self._generator, "device": self.device}
         if scheme.weights.kind == "float":
             values = torch.randn(self.n, self.k, **draw)
             codes, spread = (values * 100).clamp(-448, 448).to(torch.float8_e4m3fn), 100.0

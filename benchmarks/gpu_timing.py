@@ -34,7 +34,7 @@ def call_us(
 
 def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     """Each call runs twice first, outside: kernels are compiled and libraries choose then."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in (*calls, *calls):
@@ -57,9 +57,10 @@ def _pass_us(run: Callable[[], object], device: torch.device) -> float:
         began = time.perf_counter()
         run()
         return 1e6 * (time.perf_counter() - began)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     run()
     end.record()
     end.synchronize()
-    return 1e3 * begin.elapsed_time(end)
+    passed_ms: float = begin.elapsed_time(end)
+    return 1e3 * passed_ms

@@ -113,7 +113,7 @@ def run_peer(
         started = time.perf_counter()
         oneshot(
             model=model,
-            dataset=DataLoader(rows, batch_size=1),
+            dataset=DataLoader(rows, batch_size=1),  # type: ignore[arg-type] # a list is one
             processor=tokenizer,
             recipe=peer.modifiers(),
             num_calibration_samples=len(rows),

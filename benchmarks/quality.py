@@ -182,7 +182,8 @@ def load_reference(source: Source, device: str) -> nn.Module:
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
-    return model.eval().requires_grad_(False).to(device)
+    placed: nn.Module = model.eval().requires_grad_(False).to(device)
+    return placed
 
 
 def make_candidate(reference: nn.Module, artifact: Artifact) -> nn.Module:
@@ -193,6 +194,7 @@ def make_candidate(reference: nn.Module, artifact: Artifact) -> nn.Module:
             parameter.data = artifact.reader.tensor(name).to(parameter.device, torch.float32)
     for name, scheme in artifact.schemes().items():
         linear, weight = model.get_submodule(name), artifact.weight(name)
+        assert isinstance(linear, nn.Linear)
         if not isinstance(weight, QuantizedWeight):
             continue
         value = dequantize(weight).to(linear.weight.device, torch.float32)
