@@ -179,6 +179,10 @@ class AdapterSource(Source):
         check_fit(base, adapter)
 
     @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
     def num_bytes(self) -> int:
         return self.base.num_bytes
 

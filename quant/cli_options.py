@@ -30,8 +30,8 @@ One layer is in memory at a time. After an interruption the same command goes on
   [cyan]quantize --recipe mixed-auto.yaml --calib contracts.jsonl --model M --budget 4.5bpw[/cyan]
     4 or 8 bits for each layer, by measured sensitivity, in 4.5 bits per weight
 
-  [cyan]quantize --recipe w4a16.yaml --calib my.jsonl --until-accepted gates.yaml --model M[/cyan]
-    the smallest artifact that `evaluate` accepts by gates.yaml
+  [cyan]quantize --recipe w4a16.yaml --calib my.jsonl -m M --until-accepted my-gates.yaml[/cyan]
+    the smallest artifact that `evaluate` accepts by my-gates.yaml
 
   [cyan]quantize --recipe w4a16.yaml --calib a.jsonl --calib b.jsonl --samples 512 --out art[/cyan]
     two calibration files, 512 windows
@@ -43,14 +43,15 @@ EPILOG = """
 RECIPE and CALIB are looked up where given, then among the shipped ones:
 w4a16.yaml w8a16.yaml w8a8.yaml fp8.yaml mixed.yaml mixed-auto.yaml none.yaml;
 contracts.jsonl service.jsonl code.jsonl.
-MODEL is a Hugging Face directory, a hub id, or a GGUF file.
+MODEL is a Hugging Face directory, a hub id, a GGUF file, or synth:SHAPE (random weights).
+GATES is looked up likewise: gates/default.yaml is what `evaluate` judges by.
 Exit codes: 0 done, 1 verify found problems or the gate accepted no plan, 2 bad input or usage,
 130 interrupted, 143 terminated.
 """
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="Checkpoint: directory, hub id or GGUF file.",
-                 show_default="the recipe's model:"),
+    typer.Option("--model", "-m", metavar="MODEL", show_default="the recipe's model:",
+                 help="Checkpoint: directory, hub id or GGUF file."),
 ]  # fmt: skip
 RecipeFile = Annotated[
     str | None, typer.Option("--recipe", "-r", help="How to quantize (YAML).", metavar="FILE")
@@ -63,22 +64,28 @@ Calib = Annotated[
 ]  # fmt: skip
 Out = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help="Artifact directory.", show_default="./NAME-RECIPE"),
+    typer.Option(
+        "--out", "-o", metavar="DIR", help="Artifact directory.", show_default="./NAME-RECIPE"
+    ),
 ]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse group sizes that do not divide a module's columns.")
 ]
 Samples = Annotated[
     int | None,
-    typer.Option(min=1, help="Calibration windows.", rich_help_panel="Over the recipe"),
+    typer.Option(
+        min=1, metavar="N", help="Calibration windows.", rich_help_panel="Over the recipe"
+    ),
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens per window.", rich_help_panel="Over the recipe"),
+    typer.Option(min=1, metavar="N", help="Tokens per window.", rich_help_panel="Over the recipe"),
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(help="Which rows and windows are drawn.", rich_help_panel="Over the recipe"),
+    typer.Option(
+        metavar="N", help="Which rows and windows are drawn.", rich_help_panel="Over the recipe"
+    ),
 ]
 GroupSize = Annotated[
     str | None,
@@ -132,11 +139,13 @@ AdapterDir = Annotated[
     typer.Option("--adapter", metavar="LORA_DIR",
                  help="LoRA adapter (PEFT) to merge into the model first, in float32."),
 ]  # fmt: skip
-Device = Annotated[str, typer.Option(help="Where layers are computed: cpu, cuda, cuda:1.")]
+Device = Annotated[
+    str, typer.Option(metavar="DEVICE", help="Where layers are computed: cpu, cuda, cuda:1.")
+]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, max=1024, help="CPU threads of a rank. Part of what fixes the exact bytes.",
-                 show_default="torch's own"),
+    typer.Option(min=1, max=1024, metavar="N", show_default="torch's own",
+                 help="CPU threads of a rank. Part of what fixes the exact bytes."),
 ]  # fmt: skip
 MaxGPUMemory = Annotated[
     str | None,

@@ -17,7 +17,7 @@ USAGE_ERROR: Any = typer.BadParameter.__base__
 
 NumRanks = Annotated[
     int | None,
-    typer.Option("--ranks", min=1, max=MAX_RANKS,
+    typer.Option("--ranks", min=1, max=MAX_RANKS, metavar="N",
                  help="Processes that share the calibration windows and the work; with --device "
                  "cuda a GPU each. torchrun works too.", show_default="1"),
 ]  # fmt: skip

@@ -40,21 +40,30 @@ From = Annotated[
 ]
 Against = Annotated[
     list[Path] | None,
-    typer.Option(help="Gate data (JSONL, text, folder) that must not be drawn. Repeatable."),
+    typer.Option(
+        metavar="PATH", help="Gate data (JSONL, text, folder) that must not be drawn. Repeatable."
+    ),
 ]
 
 
 def sample_command(
     from_: From,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The calibration file (JSONL).")],
-    samples: Annotated[int, typer.Option(min=1, help="Rows to draw.")] = 256,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The calibration file (JSONL).")
+    ],
+    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Rows to draw.")] = 256,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Draw up to so many tokens instead.")
+        int | None, typer.Option(min=1, metavar="N", help="Draw up to so many tokens instead.")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="Count tokens as this model does.",
-                     show_default="estimated from characters"),
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="Count tokens as this model does.",
+            show_default="estimated from characters",
+        ),
     ] = None,
     against: Against = None,
     drop_leaks: Annotated[
@@ -62,24 +71,36 @@ def sample_command(
     ] = False,
     pii: Annotated[
         Literal["on", "report", "off"],
-        typer.Option(help="Personal data: replace by [EMAIL_1] and so on, count, or do not look."),
+        typer.Option(
+            metavar="on|report|off",
+            help="Personal data: replace by [EMAIL_1] and so on, count, or do not look.",
+        ),
     ] = "on",
     similarity: Annotated[
         float,
-        typer.Option(min=0.3, max=1.0, help="Jaccard similarity of word triples from which rows "
-                     "are duplicates; 1 drops equal rows only."),
+        typer.Option(
+            min=0.3,
+            max=1.0,
+            metavar="X",
+            help="Jaccard similarity of word triples from which rows "
+            "are duplicates; 1 drops equal rows only.",
+        ),
     ] = 0.8,
     long_share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Part reserved for the longest rows.")
+        float,
+        typer.Option(min=0.0, max=1.0, metavar="X", help="Part reserved for the longest rows."),
     ] = 0.25,
     balance: Annotated[
-        Literal["traffic", "equal"], typer.Option(help="How the sources share the rest.")
+        Literal["traffic", "equal"],
+        typer.Option(metavar="traffic|equal", help="How the sources share the rest."),
     ] = "traffic",
     text_field: Annotated[
-        str | None, typer.Option(help="Field that holds the text or messages (a.b.c).")
+        str | None,
+        typer.Option(metavar="FIELD", help="Field that holds the text or messages (a.b.c)."),
     ] = None,
     source_field: Annotated[
-        str | None, typer.Option(help="Field that names the source, such as metadata.team.")
+        str | None,
+        typer.Option(metavar="FIELD", help="Field that names the source, such as metadata.team."),
     ] = None,
     split_text: Annotated[
         bool, typer.Option("--split-text", help="Blank lines part text files into documents.")
@@ -87,9 +108,9 @@ def sample_command(
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Go on when over 1 % of the rows are malformed.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Which rows are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Which rows are drawn.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     from quant.sampling.report import render
     from quant.sampling.sample import SampleSettings, draw_sample, report_path
 

@@ -156,15 +156,20 @@ def carry_out_job(job: Job, *, overwrite: bool, resume: bool) -> None:
         progress.stop()
     out_console.rule(Text(f"done: {report.artifact}"), align="left")
     out_console.print(render_summary(report))
-    out_console.print(_next_steps(job.out, report), markup=False, highlight=False, soft_wrap=True)
+    out_console.print(_next_steps(job, report), markup=False, highlight=False, soft_wrap=True)
 
 
-def _next_steps(out: Path, report: RunReport) -> str:
+def _next_steps(job: Job, report: RunReport) -> str:
     from quant.report_html import HTML_NAME, how_to_install, missing_libraries
 
-    missing = missing_libraries()
+    missing, out = missing_libraries(), job.out
     page = how_to_install(missing) if missing else f"{out}/{HTML_NAME}"
-    steps = report.next_steps(shlex.quote(str(out)))
+    adapter = job.recipe.adapter
+    steps = report.next_steps(
+        shlex.quote(str(out)),
+        model=shlex.quote(job.source.name),
+        adapter=shlex.quote(str(adapter)) if adapter else None,
+    )
     lines = (
         ("report", f"{out}/report.md"),
         ("", page),

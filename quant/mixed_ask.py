@@ -45,7 +45,7 @@ def draw_windows(
 def make_gate(gates: str | Path, command: str | None, device: str) -> Gate:
     """The gate of a gates file; `command` (words as a shell splits them) instead of `evaluate`."""
     try:
-        file = Path(resolve_input(str(gates), "recipes")).absolute()
+        file = Path(resolve_input(str(gates), "recipes", within="gates")).absolute()
     except FileNotFoundError as missing:
         raise RecipeError(f"--until-accepted: {missing}") from missing
     try:

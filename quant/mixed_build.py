@@ -157,7 +157,11 @@ def survey_source(source: Source, recipe: Recipe, planner: Planner) -> Space:
 
     space = survey(recipe, planner, beside)
     if recipe.budget is not None:
-        check_reachable(space, Budget.parse(recipe.budget), recipe.where("budget"))
+        dtype = str(source.dtype) if recipe.dtype == "auto" else recipe.dtype
+        check_reachable(
+            space, Budget.parse(recipe.budget), recipe.where("budget"),
+            wide_scales=dtype.endswith("float32"),
+        )  # fmt: skip
     return space
 
 

@@ -191,8 +191,11 @@ def _own_note(note: str, added: int) -> str:
     return "; ".join(filter(None, map(renumbered, note.split("; "))))
 
 
-def check_reachable(space: Space, budget: Budget, where: str) -> None:
-    """PlanError with the smallest reachable figure when the budget is below it."""
+def check_reachable(space: Space, budget: Budget, where: str, *, wide_scales: bool = False) -> None:
+    """PlanError with the smallest reachable figure when the budget is below it.
+
+    wide_scales: they are stored in float32, which another dtype would halve.
+    """
     if space.limit(budget) >= space.least_bytes:
         return
     if budget.unit == "bpw":
@@ -203,6 +206,7 @@ def check_reachable(space: Space, budget: Budget, where: str) -> None:
         f"{where}: budget: {budget.text} cannot be met: the smallest plan takes {least} with "
         "these candidates; raise the budget, list smaller schemes under `candidates:`, or quantize "
         "what is skipped or pinned"
+        + ("; scales are float32 here: --dtype bfloat16 halves them" if wide_scales else "")
     )
 
 

@@ -182,10 +182,11 @@ def _disk_line(cost: Estimate) -> str:
 
 def _weights_line(plan: Plan, cost: Estimate) -> str:
     share = cost.num_quantized / cost.num_weights
-    bits = f"{cost.quantized_bits:.2f} bits each" if cost.num_quantized else "nothing quantized"
+    bits = f"{share:.0%} quantized, {cost.quantized_bits:.2f} bits each"
     return (
         f"{_count(cost.num_weights)} in {plan.num_layers} layers; "
-        f"{share:.0%} quantized, {bits}; {cost.total_bits:.2f} bits over the whole model"
+        f"{bits if cost.num_quantized else 'nothing quantized'}; "
+        f"{cost.total_bits:.2f} bits over the whole model"
     )
 
 

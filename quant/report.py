@@ -180,11 +180,13 @@ class RunReport:
     def quantized(self) -> tuple[ModuleResult, ...]:
         return tuple(m for m in self.modules if m.scheme != "dense")
 
-    def next_steps(self, name: str) -> tuple[str, ...]:
-        """`next_steps` of this run."""
+    def next_steps(
+        self, name: str, *, model: str = "MODEL", adapter: str | None = None
+    ) -> tuple[str, ...]:
+        """`next_steps` of this run; `model` and `adapter` as they are found again from here."""
         return next_steps(
             name, runtime_serves=self.runtime_serves, is_dense=not self.quantized,
-            is_converted=self.is_converted, adapter=self.adapter,
+            is_converted=self.is_converted, adapter=adapter or self.adapter, model=model,
         )  # fmt: skip
 
     @property
@@ -287,6 +289,7 @@ def next_steps(
     is_dense: bool = False,
     is_converted: bool = False,
     adapter: str | None = None,
+    model: str = "MODEL",
 ) -> tuple[str, ...]:
     """The commands that make sense once the artifact `name` is there: only what will work.
 
@@ -300,7 +303,7 @@ def next_steps(
         return f"evaluate {name}{' --base FLOAT_MODEL' if is_converted else ''}", serve
     if is_dense:
         return (serve,)
-    merge = f"quantize convert MODEL --adapter {adapter} --out MERGED"
+    merge = f"quantize convert {model} --adapter {adapter} --out MERGED"
     return merge, f"evaluate {name} --base MERGED", serve
 
 

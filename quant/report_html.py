@@ -32,7 +32,10 @@ def missing_libraries() -> tuple[str, ...]:
 
 
 def how_to_install(names: tuple[str, ...]) -> str:
-    return f"no {HTML_NAME}: it needs {' and '.join(names)} (pip install 'weighbridge[quant]')"
+    return (
+        f"no {HTML_NAME}: it needs {' and '.join(names)} (pip install 'weighbridge[quant]'); "
+        "`quantize report ART` makes it then"
+    )
 
 
 def html_files(report: RunReport) -> dict[str, str]:

@@ -67,8 +67,7 @@ def model_card(report: RunReport, recipe_text: str) -> str:
             f"# {report.artifact}",
             "",
             f"{report.architecture}, made from `{report.model}` with the recipe "
-            f"`{report.recipe}`. The weights are stored in the compressed-tensors layout, so "
-            "engines that read that format can load this directory.",
+            f"`{report.recipe}`. {_layout(report)}",
             "",
             *_bullets(facts(report)),
             "",
@@ -89,6 +88,15 @@ def model_card(report: RunReport, recipe_text: str) -> str:
             "Per-module errors and calibration coverage: `report.md` and `report.json`.",
             "",
         ]
+    )
+
+
+def _layout(report: RunReport) -> str:
+    if not report.quantized:
+        return "Nothing is quantized: any engine that reads safetensors can load this directory."
+    return (
+        "The weights are stored in the compressed-tensors layout, so engines that read that "
+        "format can load this directory."
     )
 
 

@@ -201,7 +201,11 @@ def _why_no_artifact(path: Path) -> str:
     if path.suffix == ".gguf":
         return f"{path} is a GGUF file, not an artifact; make one: `quantize --model {path} ...`"
     if not path.is_dir():
-        return f"{path} is not an artifact: there is no such directory"
+        unfinished = path.with_name(path.name + STAGING_SUFFIX)
+        more = f", but {unfinished} is an unfinished one: run its `quantize` command again"
+        return f"{path} is not an artifact: there is no such directory" + (
+            more if unfinished.is_dir() else ""
+        )
     if path.name.endswith(STAGING_SUFFIX) or path.parent.name.endswith(STAGING_SUFFIX):
         return f"{path} is unfinished; run the same `quantize` command again to complete it"
     if not (path / CONFIG_NAME).is_file():

@@ -387,7 +387,7 @@ def _other_job(staging: Path, job_path: Path, identity: dict[str, Any]) -> str:
         differing = ["job.json unreadable"]
     return (
         f"{staging} holds an unfinished job that differs in: {', '.join(differing) or 'shards'}. "
-        "Run that job again to finish it, remove the folder, or overwrite"
+        "Run that job again to finish it, start over with --no-resume, or name another --out"
     )
 
 

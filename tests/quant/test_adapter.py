@@ -21,6 +21,7 @@ from quant.artifact.artifact import open_artifact
 from quant.artifact.errors import UnsafeCheckpointError
 from quant.errors import QuantError, SourceError, UnsupportedModelError
 from quant.source import open_source
+from quant.synthetic import SyntheticSource
 
 Q, DOWN = "model.layers.{}.self_attn.q_proj", "model.layers.{}.mlp.down_proj"
 SHAPES = {"q_proj": (64, 64), "down_proj": (64, 160)}
@@ -247,6 +248,16 @@ def test_tied_embeddings_are_not_adapted(tiny_model: Callable[..., Path], tmp_pa
     tensors = lora_tensors() | {f"{START}model.embed_tokens.weight": torch.ones(vocab, 64)}
     with pytest.raises(UnsupportedModelError, match="shares its weight with lm_head"):
         opened(model, save_adapter(tmp_path / "lora", tensors))
+
+
+def test_the_merged_model_goes_by_the_name_of_its_base(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What the artifact says it is made of must be found again, random weights too."""
+    lora, config = save_adapter(tmp_path / "lora"), tiny_model() / "config.json"
+    for base in (open_source(str(config.parent)), SyntheticSource(f"synth:{config}")):
+        assert with_adapter(base, lora).name == base.name
+    assert base.name == f"synth:{config}"
 
 
 def test_directories_that_are_no_adapter(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

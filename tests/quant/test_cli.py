@@ -60,6 +60,13 @@ def test_help_answers_at_once_and_teaches() -> None:
         assert path.name in done.stdout
 
 
+@pytest.mark.parametrize("command", [(), ("plan",), ("sample",)])
+def test_help_names_values_in_the_users_words(quantize: Run, command: tuple[str, ...]) -> None:
+    """`--budget 4.5bpw`, `--samples N`: what to write, not the type that holds it."""
+    _, out, _ = quantize(*command, "--help")
+    assert {value for value in re.findall(r"<[^<>]+>", out) if value != "<bool>"} == set()
+
+
 def test_the_version_names_command_and_package(quantize: Run) -> None:
     code, out, _ = quantize("--version")
     assert code == 0

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from quant.allocation import Allocation, Allocator, Group, Option
 from quant.artifact.artifact import open_artifact
 from quant.closed_loop import ACCEPTED, bisect
+from quant.mixed_ask import make_gate
 from quant.mixed_build import mixed_folder, recipe_path
 
 Quantize = Callable[..., tuple[int, str, str]]
@@ -179,7 +180,7 @@ def test_what_is_refused_before_any_work(
         (("--max-kl", "0.1"), "take one of them out"),
         (("--method", "none"), "method"),
         (("--gate-command", '"open'), "No closing quotation"),
-        (("--until-accepted", "missing.yaml"), "missing.yaml"),
+        (("--until-accepted", "missing.yaml"), "/gates (shipped: default.yaml"),
         (("--budget", "1bpw"), "cannot be met"),
     ):
         code, _, err = quantize(*plain, *extra)
@@ -193,6 +194,11 @@ def test_what_is_refused_before_any_work(
     assert "cannot be run" in err
     assert not (tmp_path / "art").exists()
     assert calls(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["default.yaml", "gates/default.yaml"])
+def test_the_shipped_gates_are_found_as_evaluate_finds_them(name: str) -> None:
+    assert make_gate(name, None, "cpu").gates.parts[-3:] == ("recipes", "gates", "default.yaml")
 
 
 @settings(max_examples=60, deadline=None)

@@ -190,6 +190,15 @@ def test_an_impossible_budget_names_the_smallest_that_is_not(
     make_job(tiny_model(), None, tmp_path / "art", budget=least, candidates=fours)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_budget_that_wide_scales_use_up_says_so(
+    dtype: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError, match="cannot be met") as caught:
+        make_job(tiny_model(), None, tmp_path / "art", budget="1bpw", dtype=dtype)
+    assert ("--dtype bfloat16" in str(caught.value)) == (dtype == "float32")
+
+
 def test_three_bits_where_four_do_not_fit(
     tiny_model: Callable[..., Path], calib: Path, tmp_path: Path
 ) -> None:

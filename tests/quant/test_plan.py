@@ -220,7 +220,9 @@ def test_the_printed_plan_shows_fallbacks_before_anything_is_spent() -> None:
         assert part in text
     assert len(text.splitlines()) < 30
     assert "model.layers.11.mlp.up_proj" in printed(plan(), every_module=True, width=140)
-    assert "nothing quantized" in printed(plan("scheme: dense\nmethod: none\n"))
+    dense = printed(plan("scheme: dense\nmethod: none\n"))
+    assert "nothing quantized" in dense
+    assert "0%" not in dense
 
 
 @pytest.mark.parametrize("every_module", [False, True])

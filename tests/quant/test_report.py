@@ -134,9 +134,19 @@ def test_only_what_works_is_suggested() -> None:
     assert not replace(make_report(), modules=()).is_converted
     merged = model_card(replace(make_report(), adapter="lora"), "")
     assert "--adapter lora --out MERGED\nevaluate tiny-w4a16 --base MERGED\n" in merged
+    here = replace(make_report(), adapter="lora")
+    merge, *_ = here.next_steps("x", model="m.gguf", adapter="adapters/lora")
+    assert merge == "quantize convert m.gguf --adapter adapters/lora --out MERGED"
     assert replace(make_report(), adapter="lora", modules=()).next_steps("x") == (
         "runtime serve x",
     )
+
+
+def test_a_card_of_dense_weights_claims_no_quantized_layout() -> None:
+    assert "compressed-tensors layout" in model_card(make_report(), "")
+    dense = model_card(replace(make_report(), modules=()), "")
+    assert "Nothing is quantized" in dense
+    assert "compressed-tensors" not in dense
 
 
 def test_what_the_runtime_serves_is_known() -> None:

@@ -187,7 +187,9 @@ def test_eighty_layers_are_quick_and_small() -> None:
 def test_a_lean_install_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "_NEEDED", ("jinja2", "no_such_library"))
     assert page.html_files(make_report()) == {}
-    assert "no_such_library (pip install" in page.how_to_install(page.missing_libraries())
+    advice = page.how_to_install(page.missing_libraries())
+    assert "no_such_library (pip install" in advice
+    assert "quantize report ART" in advice
     with pytest.raises(PipelineError, match="no_such_library"):
         page.rerender(Path("art"))
 

@@ -352,6 +352,14 @@ def test_what_is_not_an_artifact(artifact_dir: Path, tmp_path: Path) -> None:
             verify(path)
 
 
+def test_an_unfinished_artifact_is_pointed_at(tmp_path: Path) -> None:
+    (tmp_path / "art.partial").mkdir()
+    with pytest.raises(
+        ManifestError, match=r"no such directory, but .*art\.partial is an unfinished"
+    ):
+        open_artifact(tmp_path / "art")
+
+
 def stamp(digest: str) -> Stamp:
     return Stamp(
         artifact_digest=digest,
