@@ -16,6 +16,7 @@ from eval.gate import Verdict
 from eval.opening import Job
 from eval.progress import Progress, Silent
 from eval.runner import weigh
+from eval.targets.server import DEFAULT_CONCURRENCY, Service
 from quant.artifact.errors import ArtifactError, StorageError
 from quant.artifact.shipped import resolve_input, shipped_dir
 from runtime.config import ConfigError, DType, EngineConfig, KVCacheDType
@@ -58,6 +59,8 @@ def evaluate(
     redact: bool = False,
     cache: str | Path | None = None,
     calib: Sequence[str | Path] | None = None,
+    against: Service | None = None,
+    concurrency: Sequence[int] = (DEFAULT_CONCURRENCY,),
 ) -> Verdict:
     """Judge an artifact against its base; write the report and the stamp.
 
@@ -74,6 +77,9 @@ def evaluate(
         cache: where the base's answers are kept; None takes the default folder.
         calib: the calibration files; what stands in them must not stand in the suite. Without them
             the artifact's own sketch of them is used.
+        against: a server that serves this artifact; its answers are judged instead of the engine's,
+            and no stamp is written, because its numerics are its own.
+        concurrency: how many requests the server gets at once, one round each; the last is judged.
 
     Returns the verdict; `verdict.exit_code` is the command's.
 
@@ -93,6 +99,8 @@ def evaluate(
         ),
         cache=cache,
         calib=calib,
+        against=against,
+        concurrency=concurrency,
     )
     return run(
         job, out=None if out is None else Path(out), stamp=stamp, redact=redact
@@ -109,6 +117,8 @@ def make_job(
     engine: EngineConfig,
     cache: str | Path | None = None,
     calib: Sequence[str | Path] | None = None,
+    against: Service | None = None,
+    concurrency: Sequence[int] = (DEFAULT_CONCURRENCY,),
 ) -> Job:
     """Resolve what was said into a Job: shipped defaults filled in, amounts checked."""
     for name, number, least in (
@@ -117,6 +127,7 @@ def make_job(
         ("window-tokens", amounts.window_tokens, 16),
         ("seed", amounts.seed, 0),
         ("threads", engine.num_threads, 1),
+        ("concurrency", min(concurrency, default=0), 1),
     ):
         if number is not None and number < least:
             raise UsageError(f"--{name} is {number}; expected at least {least}")
@@ -133,7 +144,9 @@ def make_job(
         amounts=amounts,
         engine=engine,
         cache=Path(cache) if cache else default_directory(),
-        said=_said(base, gates, suite, amounts),
+        said=_said(base, gates, suite, amounts) | _said_of(against, concurrency),
+        against=against,
+        concurrencies=tuple(concurrency),
         calib=_calibration_files(calib or ()),
     )
 
@@ -163,6 +176,12 @@ def _said(
     }
 
 
+def _said_of(against: Service | None, concurrency: Sequence[int]) -> dict[str, str]:
+    if against is None:
+        return {}
+    return {"against": against.url, "concurrency": ",".join(map(str, concurrency))}
+
+
 def run(
     job: Job,
     *,
@@ -174,6 +193,7 @@ def run(
     """Weigh, then write: the report first, the stamp last. Nothing is written when it fails."""
     artifact = job.artifact.resolve()
     folder = out or artifact.with_name(f"{artifact.name}-evaluation")
+    stamp = stamp and job.against is None  # how a server computes is not known well enough
     _check_places(artifact, folder, stamp=stamp)
     try:
         evaluation = weigh(job, progress or Silent())

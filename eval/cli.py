@@ -97,7 +97,8 @@ def _group() -> None:
 HELP = (
     "Weigh an artifact against the model it was made from, and stamp the verdict.\n\n"
     "Both models read the same held-out text (perplexity, KL divergence, top-1 agreement) and "
-    "answer the same extraction prompts (JSON validity, schema validity, field correctness). The "
+    "answer the same tasks (JSON and schemas, fields, tool calls, choices, code, instructions, "
+    "dialogs; and for every answer loops, language, refusals, length, leaked tokens). The "
     "base is computed by transformers in float32, the artifact by the engine that will serve it. "
     "Every metric is judged with its interval: [green]accepted[/] means the loss is shown to be "
     "within the limits, [red]rejected[/] that it is not, [yellow]inconclusive[/] that there is too "
@@ -111,10 +112,12 @@ EPILOG = (
     "NaN, nothing scored, gate data that also calibrated).\n\n"
     "[bold]Environment:[/] WEIGHBRIDGE_CACHE is the folder for the base's answers and hidden "
     "states (default ~/.cache/weighbridge). They are kept by digest, so judging a second artifact "
-    "of the same base is faster; deleting the folder loses only time.\n\n"
+    "of the same base is faster, and a run that was killed goes on where it stopped; deleting the "
+    "folder loses only time.\n\n"
     "[bold]Examples:[/]\n\n"
     "evaluate smollm2-w4a16\n\n"
     "evaluate smollm2-w4a16 --base models/smollm2 --gates strict.yaml --out report\n\n"
+    "evaluate smollm2-w4a16 --against http://127.0.0.1:8000 --concurrency 1,16\n\n"
     "evaluate smollm2-w4a16 --gates gates/full.yaml --suite gate-900/gate --items 900"
 )
 
@@ -160,7 +163,7 @@ def judge(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Held-out data: a directory with text.jsonl and extraction.jsonl. "
+            help="Held-out data: a directory with text.jsonl and *.jsonl files of tasks. "
             "[dim]Default: the shipped gate half of calib_data.[/]",
         ),
     ] = None,
@@ -173,7 +176,7 @@ def judge(
         ),
     ] = None,
     items: Annotated[
-        int, typer.Option(metavar="N", help="Extraction items both models answer.")
+        int, typer.Option(metavar="N", help="Items both models answer, of each task file.")
     ] = Amounts.num_items,
     windows: Annotated[
         int, typer.Option(metavar="N", help="Windows of held-out text, over all domains.")
@@ -224,12 +227,39 @@ def judge(
             "--redact", help="Keep requests, answers and right values out of the reports."
         ),
     ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Judge the answers of a server with OpenAI's API that serves ART. Held-out text "
+            "is still read by the engine here; no stamp is written.",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        str,
+        typer.Option(
+            metavar="N[,N]",
+            help="Requests the server gets at once. 1,16 asks all twice, judges the answers given "
+            "under load and how far they agree.",
+        ),
+    ] = "16",
+    served_model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The model's name there, where it serves several."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Sent to the server as a bearer token.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="S", help="Seconds one request may take.")
+    ] = 300.0,
     seed: Annotated[
         int, typer.Option(metavar="N", help="Picks the documents and items; seeds the bootstrap.")
     ] = 0,
 ) -> None:
     """Judge one artifact; the text of --help is HELP."""
     from eval.api import make_job, run
+    from eval.targets.server import Service
     from eval.terminal import TerminalProgress, show
     from runtime.config import EngineConfig
 
@@ -249,11 +279,25 @@ def judge(
             num_threads=threads,
         ),
         calib=calib,
+        against=None
+        if against is None
+        else Service(url=against, model=served_model, api_key=api_key, timeout_s=timeout),
+        concurrency=_numbers(concurrency),
     )
     with TerminalProgress(console) as progress:
         written = run(job, out=out, stamp=stamp, redact=redact, progress=progress)
     show(console, written)
     raise typer.Exit(written.evaluation.verdict.exit_code)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """`1,16` as numbers."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"--concurrency {text!r}: expected a number, or two as in 1,16"
+        ) from None
 
 
 app.command("plan", help=cli_plan.HELP, epilog=cli_plan.EPILOG)(cli_plan.plan)

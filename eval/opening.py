@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from eval.amounts import Amounts
+from eval.answer_log import Generate, engine_build
 from eval.cache import Cache
 from eval.errors import EvaluationError
 from eval.evaluation import BaseFacts, Numerics
@@ -24,6 +25,7 @@ from eval.targets.reference import (
     quiet_transformers,
     versions,
 )
+from eval.targets.server import ServerTarget, Service
 from eval.workload import (
     Workload,
     check_same_reading,
@@ -41,6 +43,8 @@ class Job:
     """What to judge, against what, by which rules, how; `said` as in Evaluation.
 
     calib: the calibration files, where they are there to be held to the suite.
+    against: a server that serves the artifact and gives the answers; None asks the engine in this
+    process. concurrencies: how many requests it gets at once, one round each; the last is judged.
     """
 
     artifact: Path
@@ -52,11 +56,25 @@ class Job:
     cache: Path | None
     said: dict[str, str]
     calib: tuple[Path, ...] = ()
+    against: Service | None = None
+    concurrencies: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """Who answers for the candidate: the engine, or a server at one concurrency."""
+
+    name: str
+    generate: Generate
+    choose: Generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """Both models and what they will be asked."""
+    """Both models and what they will be asked.
+
+    levels: who answers; the last is judged. log_key: all that decides what the candidate says.
+    """
 
     gates: LoadedGates
     suite: Suite
@@ -65,6 +83,9 @@ class Opened:
     workload: Workload
     reference: ReferenceTarget
     candidate: EngineTarget
+    server: ServerTarget | None
+    levels: tuple[Level, ...]
+    log_key: tuple[object, ...]
     base: BaseFacts
     leakage: LeakageCheck
 
@@ -89,6 +110,7 @@ def open_all(job: Job, progress: Progress) -> Opened:
     workload = prepare(suite, text, job.amounts)
     cache = Cache(job.cache)
     base_template = _read_alike(workload, text, checkpoint, cache)
+    server = ServerTarget(job.against, text, artifact.digest) if job.against else None
     progress.advance(1)
     candidate = EngineTarget(job.artifact, job.engine)
     _check_room(workload, candidate.max_tokens)
@@ -109,8 +131,28 @@ def open_all(job: Job, progress: Progress) -> Opened:
         workload=workload,
         reference=reference,
         candidate=candidate,
+        server=server,
+        levels=_levels(candidate, server, job.concurrencies),
+        log_key=(
+            artifact.digest,
+            candidate.numerics(),
+            engine_build(),
+            server.description if server else "",
+        ),
         base=base,
         leakage=leakage,
+    )
+
+
+def _levels(
+    candidate: EngineTarget, server: ServerTarget | None, concurrencies: tuple[int, ...]
+) -> tuple[Level, ...]:
+    if server is None:
+        return (Level(name="candidate", generate=candidate.generate, choose=candidate.choose),)
+    targets = [(n, server.at(n)) for n in concurrencies]
+    return tuple(
+        Level(name=f"server, {n} at once", generate=target.generate, choose=target.choose)
+        for n, target in targets
     )
 
 
@@ -152,16 +194,17 @@ def _check_room(workload: Workload, max_tokens: int) -> None:
             )
 
 
-def numerics_of(candidate: EngineTarget, text: TextProcessor) -> Numerics:
+def numerics_of(opened: Opened) -> Numerics:
     """How the candidate computes, for the report and the stamp."""
-    found = candidate.numerics()
+    found = opened.candidate.numerics()
+    served = f"; answers by {opened.server.description}" if opened.server else ""
     return Numerics(
-        description=candidate.description,
+        description=opened.candidate.description + served,
         device_class=found["device_class"],
         compute_dtype=found["compute_dtype"],
         kv_cache_dtype=found["kv_cache_dtype"],
         lm_head_scheme=found["lm_head_scheme"],
-        chat_template_sha256=text.chat_template_sha256,
+        chat_template_sha256=opened.text.chat_template_sha256,
         num_threads=torch.get_num_threads(),
     )
 

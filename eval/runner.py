@@ -13,15 +13,16 @@ from datetime import UTC, datetime
 import numpy as np
 import torch
 
+from eval.answer_log import AnswerLog
 from eval.asking import Asked, ask_all, read_reply
 from eval.checks.registry import score_reply
 from eval.errors import EvaluationError
 from eval.evaluation import Evaluation, Exchange
 from eval.gate import judge
-from eval.metrics import answers, divergence
+from eval.metrics import answers, divergence, load
 from eval.metrics.answers import PairedItem
 from eval.metrics.divergence import WindowScores
-from eval.opening import Job, notes_on, numerics_of, open_all
+from eval.opening import Job, Level, notes_on, numerics_of, open_all
 from eval.preflight import artifact_facts, require_unchanged
 from eval.progress import Progress
 from eval.stats import Sampling
@@ -40,17 +41,28 @@ def weigh(job: Job, progress: Progress) -> Evaluation:
     started = time.monotonic()
     opened = open_all(job, progress)
     reference, candidate, workload = opened.reference, opened.candidate, opened.workload
+    text = opened.text
     scores = score_windows(workload.windows, reference, candidate, progress)
-    exchanges = exchange(workload, opened.text, reference, candidate, progress)
+    base = ask_base(workload, text, reference, candidate.stop_ids, progress)
+    log = AnswerLog(job.cache, opened.log_key)
+    by_level = [
+        pair(
+            workload, opened.text, base, ask_candidate(workload, opened.text, level, log, progress)
+        )
+        for level in opened.levels
+    ]
+    exchanges = by_level[-1]
     progress.stage("bootstrap", 1)
     rules = opened.gates.spec
     sampling = Sampling(confidence=rules.confidence, draws=rules.draws, seed=job.amounts.seed)
     measurements = (
         *divergence.measure(scores, sampling),
         *answers.measure([e.pair for e in exchanges], sampling),
+        *(load.measure(by_level[0], exchanges, sampling) if len(by_level) > 1 else ()),
     )
     verdict = judge(rules, {m.name: m for m in measurements})
     require_unchanged(opened.artifact)
+    log.finish()
     progress.advance(1)
     return Evaluation(
         artifact=artifact_facts(opened.artifact),
@@ -59,14 +71,14 @@ def weigh(job: Job, progress: Progress) -> Evaluation:
         gates=opened.gates,
         amounts=job.amounts,
         sampling=sampling,
-        numerics=numerics_of(candidate, opened.text),
+        numerics=numerics_of(opened),
         num_windows=len(workload.windows),
         num_documents=len({window.document for window in workload.windows}),
         measurements=measurements,
         ladder=divergence.ladder(scores),
         exchanges=tuple(exchanges),
         verdict=verdict,
-        notes=notes_on(opened, job.amounts),
+        notes=(*notes_on(opened, job.amounts), *notes_on_answers(by_level, log)),
         judged_at=datetime.now(UTC),
         seconds=time.monotonic() - started,
         said=job.said,
@@ -126,23 +138,36 @@ def _window_scores(window: Window, rows: torch.Tensor, found: TokenScores) -> Wi
     )
 
 
-def exchange(
+def ask_base(
     workload: Workload,
     text: TextProcessor,
     reference: Reference,
-    candidate: Candidate,
+    stop_ids: Sequence[int],
     progress: Progress,
-) -> list[Exchange]:
-    """Greedy answers of both models to every item, scored and paired."""
+) -> list[Asked]:
+    """The base's answers to all items."""
 
-    def base_generates(prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
-        return reference.generate(prompts, candidate.stop_ids, advance)
+    def generate(prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
+        return reference.generate(prompts, stop_ids, advance)
 
     progress.stage("answers of the base", len(workload.items))
-    base = ask_all(workload, text, base_generates, reference.choose, progress.advance)
-    progress.stage("answers of the candidate", len(workload.items))
-    ours = ask_all(workload, text, candidate.generate, candidate.choose, progress.advance)
-    rows = zip(workload.items, base, ours, strict=True)
+    return ask_all(workload, text, generate, reference.choose, progress.advance)
+
+
+def ask_candidate(
+    workload: Workload, text: TextProcessor, level: Level, log: AnswerLog, progress: Progress
+) -> list[Asked]:
+    """The candidate's answers to all items, written down as they come."""
+    progress.stage(f"answers of the {level.name}", len(workload.items))
+    generate, choose = log.kept(level.name, level.generate), log.kept(level.name, level.choose)
+    return ask_all(workload, text, generate, choose, progress.advance)
+
+
+def pair(
+    workload: Workload, text: TextProcessor, base: Sequence[Asked], candidate: Sequence[Asked]
+) -> list[Exchange]:
+    """Both models' answers, scored."""
+    rows = zip(workload.items, base, candidate, strict=True)
     return [_exchange(text, item, *asked) for item, *asked in rows]
 
 
@@ -161,3 +186,13 @@ def _exchange(text: TextProcessor, item: TaskItem, base: Asked, candidate: Asked
         base_answer=base.answer,
         candidate_answer=candidate.answer,
     )
+
+
+def notes_on_answers(by_level: Sequence[Sequence[Exchange]], log: AnswerLog) -> list[str]:
+    """How the answers came about, where a reader should know."""
+    notes = []
+    if log.num_resumed:
+        notes.append(f"{log.num_resumed} answers are from a run that was interrupted before.")
+    if len(by_level) > 1 and (at := load.first_divergence(by_level[0], by_level[-1])) is not None:
+        notes.append(f"Answers that differ under load part at token {at} (median).")
+    return notes

@@ -101,9 +101,14 @@ def show(console: Console, written: Written) -> None:
     for what, path in (
         ("report", written.html),
         ("numbers", written.json),
-        ("stamp", written.stamp or "none written (--no-stamp)"),
+        ("stamp", written.stamp or _unstamped(e)),
     ):
         console.print(f"  {what:<8} {escape(str(path))}", soft_wrap=True)
+
+
+def _unstamped(e: Evaluation) -> str:
+    why = "a server's answers were judged" if "against" in e.said else "--no-stamp"
+    return f"none written ({why})"
 
 
 def _verdict(e: Evaluation, *, boxed: bool) -> RenderableType:

@@ -129,4 +129,5 @@ def test_defaults_of_command_and_api_agree() -> None:
     for name, parameter in inspect.signature(evaluate).parameters.items():
         if name not in ("artifact", "cache"):
             shown = by_command[name]
+            shown = cli._numbers(shown) if name == "concurrency" else shown
             assert getattr(shown, "value", shown) == parameter.default, name
