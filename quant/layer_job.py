@@ -287,9 +287,13 @@ def _seen(row: PlanRow, original: Tensor, statistics: InputStatistics | None) ->
 
 
 def weight_error(weight: QuantizedWeight, original: Tensor) -> float:
-    """Frobenius norm of the error over that of the weight."""
-    norm = float(original.norm())
-    return float((dequantize(weight).float() - original).norm()) / norm if norm else 0.0
+    """Frobenius norm of the error over that of the weight, whatever squares would overflow."""
+    low, high = original.aminmax()
+    peak = torch.maximum(-low, high)
+    if not peak:
+        return 0.0
+    error = float((dequantize(weight).float() - original).div_(peak).norm())
+    return error / float((original / peak).norm())
 
 
 def stored_parts(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
