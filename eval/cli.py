@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from eval import (
+    cli_blame,
     cli_compare,
     cli_lm_eval,
     cli_plan,
@@ -301,6 +302,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 app.command("plan", help=cli_plan.HELP, epilog=cli_plan.EPILOG)(cli_plan.plan)
+app.command(cli_blame.NAME, help=cli_blame.HELP, epilog=cli_blame.EPILOG)(cli_blame.command)
 app.command(cli_compare.NAME, help=cli_compare.HELP, epilog=cli_compare.EPILOG)(cli_compare.command)
 app.command(cli_lm_eval.NAME, help=cli_lm_eval.HELP, epilog=cli_lm_eval.EPILOG)(cli_lm_eval.command)
 app.command("report")(cli_report.report)

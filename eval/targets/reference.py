@@ -42,6 +42,11 @@ class ReferenceTarget:
         self._model = _load_model(checkpoint, device)
         self._can_replay: bool | None = None
 
+    @property
+    def model(self) -> Any:
+        """The torch module itself, for what swaps weights in it (`eval.blame_model`)."""
+        return self._model
+
     def logprobs(self, windows: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
         """Per window [n - 1, V] float32 log-probabilities of the next token, one at a time."""
         for window in windows:
