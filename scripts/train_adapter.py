@@ -66,6 +66,8 @@ def main() -> None:
     tokenizer = source.tokenizer()
     stream = batches(Chunks(tokenizer, seed=said.seed, tokens=said.tokens, chats=said.chats),
                      said.workers)  # fmt: skip
+    # The workers start here, before the device is touched, since they are forked.
+    stream = itertools.chain([next(stream)], stream)
     device = torch.device(said.device)
     base = load_base(source, device)
     note(f"base loaded; {torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}")
