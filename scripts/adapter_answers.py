@@ -9,46 +9,73 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from calib_data.banks import lines
 from calib_data.generate import Row
 
 MOST_TOKENS = 128
+NO_TOOL = [lines(f"tools_{lang}", "none", "gate")[0] for lang in ("en", "zh")]
 _CALL = re.compile(r"<tool_call>(.*)</tool_call>", re.DOTALL)
 _TYPES = {"string": str, "integer": int, "boolean": bool, "array": list, "null": type(None)}
 
 
-def ask(model: nn.Module, tokenizer: Any, prompts: list[list[int]], size: int = 256) -> list[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a model wrote, without its end mark; `ended` is false where the limit cut it."""
+
+    text: str
+    ended: bool
+
+
+def ask(
+    model: nn.Module, tokenizer: Any, prompts: list[list[int]], size: int = 256
+) -> list[Answer]:
     """The answers, batches of similar length at a time."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    answers = [""] * len(prompts)
+    answers: dict[int, Answer] = {}
     for first in range(0, len(order), size):
         part = order[first : first + size]
-        for index, text in zip(
-            part, _batch(model, tokenizer, [prompts[i] for i in part]), strict=True
-        ):
-            answers[index] = text
-    return answers
+        made = _batch(model, tokenizer, [prompts[i] for i in part])
+        answers |= zip(part, made, strict=True)
+    return [answers[i] for i in range(len(prompts))]
 
 
-def _batch(model: nn.Module, tokenizer: Any, prompts: list[list[int]]) -> list[str]:
-    device = next(model.parameters()).device
-    width, end = max(map(len, prompts)), tokenizer.eos_token_id
-    ids = torch.tensor([[end] * (width - len(p)) + p for p in prompts], device=device)
+def _batch(model: Any, tokenizer: Any, prompts: list[list[int]]) -> list[Answer]:
+    device, ends = next(model.parameters()).device, end_ids(model, tokenizer)
+    width, filler = max(map(len, prompts)), ends[0]
+    ids = torch.tensor([[filler] * (width - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     with torch.inference_mode():
         out = model.generate(
             ids, attention_mask=mask, max_new_tokens=MOST_TOKENS, do_sample=False,
-            eos_token_id=end, pad_token_id=end, use_cache=True,
+            eos_token_id=ends, pad_token_id=filler, use_cache=True,
         )  # fmt: skip
-    return [tokenizer.decode(_until(row[width:].tolist(), end)) for row in out]
+    return [until_end(tokenizer, row[width:].tolist(), ends) for row in out]
 
 
-def _until(ids: list[int], end: int) -> list[int]:
-    return ids[: ids.index(end)] if end in ids else ids
+def end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Every id that ends an answer: of the model's settings, then of the tokenizer's.
+
+    Versions of transformers read different ones of them from a GGUF file's tokenizer, so no single
+    source will do. ValueError when there is none.
+    """
+    said = model.config.eos_token_id
+    found = [*(said if isinstance(said, list) else [said]), tokenizer.eos_token_id]
+    ends = [end for end in dict.fromkeys(found) if end is not None]
+    if not ends:
+        raise ValueError("neither the model nor its tokenizer says which id ends an answer")
+    return ends
+
+
+def until_end(tokenizer: Any, ids: list[int], ends: list[int]) -> Answer:
+    """The text before the first end mark."""
+    stop = next((i for i, token in enumerate(ids) if token in ends), None)
+    return Answer(text=tokenizer.decode(ids[:stop]), ended=stop is not None)
 
 
 def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
@@ -109,7 +136,7 @@ def _grade_call(gold: str, text: str) -> dict[str, float]:
             right = json.loads(found[1]) == json.loads(wanted[1])
         except ValueError:
             found = None
-    valid = float(bool(found) or text == gold)
+    valid = float(bool(found) or text in NO_TOOL)
     return {"valid": valid, "right": float(right), "fields": float(right)}
 
 

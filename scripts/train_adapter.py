@@ -210,19 +210,26 @@ def answer(
     if not rows:
         return {}, []
     prompts: list[Any] = [row["messages"] for row in rows]
-    texts = ask(model, tokenizer, [prompt_ids(tokenizer, messages) for messages in prompts])
-    grades = [grade(row, text) for row, text in zip(rows, texts, strict=True)]
-    found = table(rows, grades)
-    note(f"{what}: n {len(rows)} " + line(found["all"]))
-    answers = [
-        {"id": row["id"], "text": text} | one
-        for row, text, one in zip(rows, texts, grades, strict=True)
+    answers = ask(model, tokenizer, [prompt_ids(tokenizer, messages) for messages in prompts])
+    grades = [
+        grade(row, one.text) | {"ended": float(one.ended)}
+        for row, one in zip(rows, answers, strict=True)
     ]
-    return found, answers
+    found = table(rows, grades)
+    if not found["all"]["ended"]:
+        note(f"{what}: NO ANSWER ENDED; either it never stops, or its end mark is not known")
+    note(f"{what}: n {len(rows)} " + line(found["all"]))
+    kept = [
+        {"id": row["id"], "text": one.text} | marks
+        for row, one, marks in zip(rows, answers, grades, strict=True)
+    ]
+    return found, kept
 
 
 def line(means: dict[str, float]) -> str:
-    return " ".join(f"{key} {100 * means[key]:5.1f} %" for key in ("valid", "right", "fields"))
+    return " ".join(
+        f"{key} {100 * means[key]:5.1f} %" for key in ("ended", "valid", "right", "fields")
+    )
 
 
 def show(found: dict[str, dict[str, float]]) -> None:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import adapter_data  # noqa: E402
 import train_adapter  # noqa: E402
-from adapter_answers import grade, prompt_ids  # noqa: E402
+from adapter_answers import ask, end_ids, grade, prompt_ids, until_end  # noqa: E402
 from adapter_model import LoraLlama, load_base, save_adapter  # noqa: E402
 
 from calib_data.generate import extraction_items  # noqa: E402
@@ -115,6 +115,35 @@ def test_answers_are_graded_by_schema_and_field() -> None:
     assert grade(row, json.dumps(wrong)) == {"valid": 1.0, "right": 0.0, "fields": 0.75}
     assert grade(row, json.dumps({**gold, "more": 1}))["valid"] == 0.0
     assert grade(row, "```" + json.dumps(gold))["fields"] == 0.0
+
+
+def test_tool_calls_are_graded_as_json_and_words_as_a_decision() -> None:
+    call = '<tool_call>{"name": "track_order", "arguments": {"order_id": "A-1"}}</tool_call>'
+    row = {"gold": call}
+    assert grade(row, call.replace(": ", ":"))["right"] == 1.0
+    assert grade(row, "No tool fits.") == {"valid": 1.0, "right": 0.0, "fields": 0.0}
+    assert grade(row, call.replace("}}", "}"))["valid"] == 0.0
+    assert grade({"gold": "No tool fits."}, call)["right"] == 0.0
+
+
+def test_an_answer_ends_at_any_end_mark_whatever_the_tokenizer_names(
+    model: LoraLlama, tiny_model: Callable[..., Path]
+) -> None:
+    """The tokenizer of one release of transformers names another id than the model's settings."""
+    tokenizer = open_source(str(tiny_model(num_hidden_layers=2))).tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model.base[0].config.eos_token_id = end
+    tokenizer.eos_token = "<|endoftext|>"
+    ends = end_ids(model.base[0], tokenizer)
+    assert ends == [end, tokenizer.eos_token_id]
+    written = tokenizer.encode('{"a": 1}', add_special_tokens=False)
+    answer = until_end(tokenizer, [*written, end, *written, end], ends)
+    assert (answer.text, answer.ended) == ('{"a": 1}', True)
+    assert not until_end(tokenizer, written, ends).ended
+    tokenizer.eos_token = None
+    model.base[0].config.eos_token_id = None
+    with pytest.raises(ValueError, match="which id ends"):
+        ask(model.base[0], tokenizer, [written])
 
 
 def test_a_run_learns_and_writes_adapter_and_report(
