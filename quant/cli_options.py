@@ -137,7 +137,8 @@ DType = Annotated[
 AdapterDir = Annotated[
     str | None,
     typer.Option("--adapter", metavar="LORA_DIR",
-                 help="LoRA adapter (PEFT) to merge into the model first, in float32."),
+                 help="LoRA adapter (PEFT) to merge into the model first, in float32; a directory, "
+                      "or a shipped one (business)."),
 ]  # fmt: skip
 Device = Annotated[
     str, typer.Option(metavar="DEVICE", help="Where layers are computed: cpu, cuda, cuda:1.")

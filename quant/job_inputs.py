@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from quant.adapter import with_adapter
-from quant.artifact.shipped import Kind, resolve_input
+from quant.artifact.shipped import Kind, resolve_adapter, resolve_input
 from quant.checkpoint import Source
-from quant.errors import CalibrationError, QuantError, RecipeError
+from quant.errors import CalibrationError, QuantError, RecipeError, SourceError
 from quant.foreign import QuantizedSource, is_quantized
 from quant.recipe import Recipe
 from quant.recipe_keys import CalibrationSettings
@@ -61,13 +61,19 @@ def open_model(name: str, recipe: Recipe, *, keep_codes: bool) -> Source:
     return source if adapter is None else with_adapter(source, adapter)
 
 
-def _adapter(recipe: Recipe) -> str | None:
-    """The directory of `--adapter` or the recipe's `adapter:`, which counts from its folder."""
+def _adapter(recipe: Recipe) -> Path | None:
+    """The directory of `--adapter` or the recipe's `adapter:`, which counts from its folder; then
+    the shipped one of that name."""
     if recipe.adapter is None:
         return None
     beside = Path(recipe.where().rpartition(":")[0]).parent / recipe.adapter
     in_recipe = "adapter" not in recipe.cli_overrides
-    return str(beside) if in_recipe and beside.exists() else recipe.adapter
+    if in_recipe and beside.exists():
+        return beside
+    try:
+        return resolve_adapter(recipe.adapter)
+    except FileNotFoundError as missing:
+        raise SourceError(str(missing)) from missing
 
 
 def model_name(source: Source) -> str:

@@ -52,7 +52,8 @@ def test_recipes_and_data_are_found_from_the_wheel(installed: Path, tmp_path: Pa
         "from pathlib import Path; import quant.artifact.shipped as s;"
         "print(s.__file__); print(s.resolve_input('w4a16.yaml', 'recipes'));"
         "print(s.resolve_input('contracts.jsonl', 'calib_data'));"
-        "print(s.shipped_dir('recipes') / 'gates' / 'default.yaml')"
+        "print(s.shipped_dir('recipes') / 'gates' / 'default.yaml');"
+        "print(s.resolve_adapter('business') / 'adapter_model.safetensors')"
     )
     for line in run_away_from_the_clone(installed, tmp_path, code).splitlines():
         assert Path(line).is_relative_to(installed), line

@@ -1,4 +1,4 @@
-"""Where the recipes and calibration samples that come with the package lie. Stdlib only.
+"""Where the recipes, adapters and calibration samples that come with the package lie. Stdlib only.
 
 A clone has them at its root, a wheel under `quant/artifact/_shipped`. Nothing here reads them.
 """
@@ -41,6 +41,23 @@ def resolve_input(name: str, kind: Kind, *, within: str = "") -> Path:
         if not given.is_absolute() and shipped.is_file():
             return shipped
     raise FileNotFoundError(_not_found(name, given, folder / within))
+
+
+def resolve_adapter(name: str) -> Path:
+    """The directory called `name`: where given first, then among the shipped adapters.
+
+    FileNotFoundError lists those when there is neither.
+    """
+    given, folder = local_path(name), shipped_dir("recipes") / "adapters"
+    if given.is_dir():
+        return given
+    known = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    if name in known:
+        return folder / name
+    raise FileNotFoundError(
+        f"adapter {name}: no such directory, and no shipped adapter of that name "
+        f"(shipped: {', '.join(known)})"
+    )
 
 
 def local_path(name: str) -> Path:

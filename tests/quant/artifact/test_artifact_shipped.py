@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quant.artifact.shipped import resolve_input, shipped_dir
+from quant.artifact.shipped import resolve_adapter, resolve_input, shipped_dir
 
 
 def test_given_wins_over_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,5 +54,16 @@ def test_what_lies_in_a_sub_folder_is_listed_and_found_there(
         assert resolve_input(name, "recipes", within="gates") == default
     with pytest.raises(FileNotFoundError) as caught:
         resolve_input("nope.yaml", "recipes", within="gates")
-    assert "(shipped: default.yaml)" in str(caught.value)
+    assert "(shipped: default.yaml, full.yaml)" in str(caught.value)
     assert "w4a16.yaml" not in str(caught.value)
+
+
+def test_adapters_are_found_where_given_then_among_the_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_adapter("business") == shipped_dir("recipes") / "adapters" / "business"
+    with pytest.raises(FileNotFoundError, match=r"no such directory.*shipped: business"):
+        resolve_adapter("busines")
+    (tmp_path / "business").mkdir()
+    assert resolve_adapter("business").resolve() == tmp_path / "business"
