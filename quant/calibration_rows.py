@@ -52,6 +52,10 @@ class Row:
                 yield json.dumps(content or message["tool_calls"], ensure_ascii=False)
 
 
+# What `quantize sample` reads and this does not.
+_OF_LOGS = frozenset({".parquet", ".arrow", ".csv"})
+
+
 @dataclass(slots=True, kw_only=True)
 class RowCounts:
     """What `read_rows` met, over all files."""
@@ -80,6 +84,11 @@ def read_rows(path: Path, counts: RowCounts) -> Iterator[Row]:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if path.is_dir():
         raise CalibrationError(f"{path}: is a directory, expected a JSONL file (one row a line)")
+    if path.suffix.lower() in _OF_LOGS:
+        raise CalibrationError(
+            f"{path}: expected a JSONL file (one row a line); draw one from it: "
+            f"quantize sample --from {path} --out calib.jsonl"
+        )
     try:
         with open_lines(path) as file:
             for number, raw in enumerate(file, start=1):

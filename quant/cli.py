@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _what_is_left(words: Sequence[str]) -> str:
     if words[:1] and words[0] in ("plan", "sample", "inspect", "verify", "report"):
         return "nothing was written"
-    return "finished layers are kept, and the same command goes on from there"
+    return "layers that were finished are kept, and the same command goes on from there"
 
 
 def _explained(error: BaseException) -> int:

@@ -398,5 +398,6 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]
         if isinstance(before, dict) and isinstance(now, dict):
             yield from (f"{key}.{inner}" for inner in _differences(before, now))
         elif before != now:
-            values = f"{before}, now {now}"
+            was, is_ = ("not given" if value is None else value for value in (before, now))
+            values = f"{was}, now {is_}"
             yield f"{key} ({values})" if len(values) <= 60 else key

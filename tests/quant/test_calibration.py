@@ -125,6 +125,14 @@ def test_missing_files_and_directories(tmp_path: Path) -> None:
         load_calibration(tmp_path / "none.jsonl", ByteTokenizer(), settings)
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_logs_are_for_sample(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"log.{suffix}"
+    path.write_bytes(b"PAR1")
+    with pytest.raises(CalibrationError, match=f"quantize sample --from .*log.{suffix}"):
+        load_calibration(path, ByteTokenizer(), CalibrationSettings())
+
+
 def test_bom_crlf_and_a_missing_last_newline_are_fine(load: Load) -> None:
     made = load('\ufeff{"text": "ab"}\r\n\r\n{"text": "cd"}')
     assert sorted(map(len, made.samples)) == [3, 3]
