@@ -24,6 +24,7 @@ from calib_data import code_dialogs, contracts, service
 from calib_data.banks import Half, Lang, between, pick
 from calib_data.extraction import Item, answer_text, extraction_item, tasks
 from calib_data.records import document_id, seeded
+from calib_data.tasks import task_rows
 
 Split = Literal["train", "gate", "both"]
 Row = dict[str, object]
@@ -202,6 +203,11 @@ def extraction_items(n: int, seed: int = SEED, half: Half = "gate") -> Iterator[
         }
 
 
+def gate_tasks(gate_n: int) -> int:
+    """Rows of gate/tasks.jsonl beside so many extraction tasks: its answers are longer."""
+    return max(gate_n // 2, 1)
+
+
 def build(
     split: Split = "both", n: int = TRAIN_ROWS, gate_n: int = GATE_ITEMS, seed: int = SEED
 ) -> dict[str, Iterator[Row]]:
@@ -212,6 +218,7 @@ def build(
     if split in {"gate", "both"}:
         files["gate/text.jsonl"] = gate_texts(seed)
         files["gate/extraction.jsonl"] = extraction_items(gate_n, seed)
+        files["gate/tasks.jsonl"] = task_rows(gate_tasks(gate_n), seed)
     return files
 
 
@@ -240,7 +247,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="generate.py", description="Generate calibration text and held-out gate tasks."
     )
     parser.add_argument("--n", type=_count, default=TRAIN_ROWS, help="rows of each train file")
-    parser.add_argument("--gate-n", type=_count, default=GATE_ITEMS, help="extraction tasks")
+    parser.add_argument(
+        "--gate-n", type=_count, default=GATE_ITEMS, help="extraction tasks; half as many others"
+    )
     parser.add_argument("--seed", type=int, default=SEED, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, metavar="DIR")
     parser.add_argument("--split", choices=("train", "gate", "both"), default="both")

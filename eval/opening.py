@@ -240,6 +240,6 @@ def notes_on(opened: Opened, amounts: Amounts) -> tuple[str, ...]:
     notes += [
         f"{name} holds {len(rows)} of {amounts.num_items} items asked for."
         for name, rows in opened.suite.tasks.items()
-        if len(rows) < amounts.num_items
+        if len(rows) < amounts.num_items != Amounts.num_items
     ]
     return tuple(notes)

@@ -39,10 +39,12 @@ def train() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def gate() -> list[dict]:
-    return load("gate/text.jsonl", "gate/extraction.jsonl")
+    return load("gate/text.jsonl", "gate/extraction.jsonl", "gate/tasks.jsonl")
 
 
 def passages(row: dict) -> list[str]:
+    if "turns" in row:
+        return [m["content"] for turn in row["turns"] for m in turn["messages"]]
     if "messages" in row:
         return [message["content"] for message in row["messages"]]
     return [row["text"]] if "text" in row else [row["prompt"], row["completion"]]
