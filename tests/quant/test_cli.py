@@ -14,31 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from said import Quantize
 
 from quant.artifact.artifact import open_artifact
-from quant.cli import main
-from quant.cli_steps import err_console, out_console
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def quantize(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Run:
-    """`quantize("--recipe", ...)` in an empty current directory -> (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(out_console, "_width", 100)
-    monkeypatch.setattr(err_console, "_width", 100)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return run
+from quant.cli_steps import out_console
 
 
 @pytest.fixture
@@ -61,13 +40,13 @@ def test_help_answers_at_once_and_teaches() -> None:
 
 
 @pytest.mark.parametrize("command", [(), ("plan",), ("sample",)])
-def test_help_names_values_in_the_users_words(quantize: Run, command: tuple[str, ...]) -> None:
+def test_help_names_values_in_the_users_words(quantize: Quantize, command: tuple[str, ...]) -> None:
     """`--budget 4.5bpw`, `--samples N`: what to write, not the type that holds it."""
     _, out, _ = quantize(*command, "--help")
     assert {value for value in re.findall(r"<[^<>]+>", out) if value != "<bool>"} == set()
 
 
-def test_the_version_names_command_and_package(quantize: Run) -> None:
+def test_the_version_names_command_and_package(quantize: Quantize) -> None:
     code, out, _ = quantize("--version")
     assert code == 0
     assert re.fullmatch(r"quantize \(weighbridge\) \S+( installed\))?\n", out)
@@ -103,7 +82,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
 
 
 def test_dry_run_prints_and_writes_nothing(
-    quantize: Run, small_run: tuple[object, ...], tmp_path: Path
+    quantize: Quantize, small_run: tuple[object, ...], tmp_path: Path
 ) -> None:
     code, out, _ = quantize(*small_run, "--dry-run")
     assert code == 0
@@ -116,7 +95,9 @@ def test_dry_run_prints_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_whole_command(quantize: Run, small_run: tuple[object, ...], tmp_path: Path) -> None:
+def test_the_whole_command(
+    quantize: Quantize, small_run: tuple[object, ...], tmp_path: Path
+) -> None:
     code, out, err = quantize(*small_run, "--out", "art")
     assert code == 0, err
     assert "done: " in out
@@ -167,7 +148,7 @@ def test_the_whole_command(quantize: Run, small_run: tuple[object, ...], tmp_pat
 
 
 def test_out_defaults_to_name_and_recipe(
-    quantize: Run, tiny_model: Callable[..., Path], tmp_path: Path
+    quantize: Quantize, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     code, out, err = quantize("convert", tiny_model())
     assert code == 0, err
@@ -176,7 +157,7 @@ def test_out_defaults_to_name_and_recipe(
 
 
 def test_calibration_that_is_not_needed_is_said(
-    quantize: Run, small_run: tuple[object, ...]
+    quantize: Quantize, small_run: tuple[object, ...]
 ) -> None:
     code, out, _ = quantize("--recipe", "fp8.yaml", *small_run[2:], "--dry-run")
     assert code == 0
@@ -184,7 +165,7 @@ def test_calibration_that_is_not_needed_is_said(
 
 
 def test_several_calibration_files(
-    quantize: Run, small_run: tuple[object, ...], tmp_path: Path
+    quantize: Quantize, small_run: tuple[object, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "more.jsonl").write_text('{"text": "The fee is due in thirty days."}\n')
     code, _, err = quantize(*small_run, "--calib", "more.jsonl", "--out", "a", "--method", "gptq")
@@ -221,7 +202,7 @@ def test_several_calibration_files(
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(
-    quantize: Run, tmp_path: Path, arguments: list[str], part: str
+    quantize: Quantize, tmp_path: Path, arguments: list[str], part: str
 ) -> None:
     code, _, err = quantize(*arguments)
     assert code == 2
@@ -234,7 +215,7 @@ def test_bad_input_is_one_line_and_exit_2(
 
 @pytest.mark.parametrize("out", ["", ".", "..", "/", "o" * 250, "file/art", "a.txt"])
 def test_outputs_that_cannot_be_made(
-    quantize: Run, tiny_model: Callable[..., Path], tmp_path: Path, out: str
+    quantize: Quantize, tiny_model: Callable[..., Path], tmp_path: Path, out: str
 ) -> None:
     for name in ("file", "a.txt"):
         (tmp_path / name).write_text("mine")
@@ -245,7 +226,7 @@ def test_outputs_that_cannot_be_made(
 
 
 def test_names_may_hold_anything(
-    quantize: Run, tiny_model: Callable[..., Path], tmp_path: Path
+    quantize: Quantize, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = shutil.copytree(tiny_model(), tmp_path / "[/red] my model \u6a21\u578b")
     out = tmp_path / "[bold] out \u00fc"
@@ -257,7 +238,7 @@ def test_names_may_hold_anything(
 
 
 def test_bad_recipes_and_rows_name_the_line(
-    quantize: Run, small_run: tuple[object, ...], tmp_path: Path
+    quantize: Quantize, small_run: tuple[object, ...], tmp_path: Path
 ) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text("scheme: w4a16\nmethod: gptq\ngrup_size: 64\n")
@@ -280,7 +261,7 @@ def test_bad_recipes_and_rows_name_the_line(
 
 
 def test_strict_refuses_before_anything_is_spent(
-    quantize: Run, small_run: tuple[object, ...], tmp_path: Path
+    quantize: Quantize, small_run: tuple[object, ...], tmp_path: Path
 ) -> None:
     code, out, err = quantize(*small_run, "--strict")
     assert code == 2
@@ -290,7 +271,10 @@ def test_strict_refuses_before_anything_is_spent(
 
 
 def test_ctrl_c_says_that_the_same_command_resumes(
-    quantize: Run, small_run: tuple[object, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    quantize: Quantize,
+    small_run: tuple[object, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     import quant.pipeline
 
@@ -311,7 +295,10 @@ def test_ctrl_c_says_that_the_same_command_resumes(
 
 
 def test_a_full_disk_is_refused_before_calibration(
-    quantize: Run, small_run: tuple[object, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    quantize: Quantize,
+    small_run: tuple[object, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     import quant.job_out
 
@@ -323,7 +310,7 @@ def test_a_full_disk_is_refused_before_calibration(
 
 
 def test_output_that_cannot_be_written_is_one_line(
-    quantize: Run, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    quantize: Quantize, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open("/dev/full", "wb", buffering=0) as full:
         text = io.TextIOWrapper(full, encoding="utf-8", write_through=True)
@@ -334,7 +321,7 @@ def test_output_that_cannot_be_written_is_one_line(
 
 
 def test_names_that_are_not_utf8(
-    quantize: Run, tiny_model: Callable[..., Path], tmp_path: Path
+    quantize: Quantize, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     code, _, err = quantize("--recipe", "fp8.yaml", "--model", tiny_model(), "--out", "o\udcff")
     assert code == 2
@@ -344,7 +331,10 @@ def test_names_that_are_not_utf8(
 
 
 def test_calibration_files_in_any_order_from_anywhere_give_the_same_artifact(
-    quantize: Run, small_run: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantize: Quantize,
+    small_run: tuple[object, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "more.jsonl").write_text('{"text": "The fee is due in thirty days."}\n')
     head, calib, tail = small_run[:4], small_run[4:6], small_run[6:]
@@ -358,7 +348,7 @@ def test_calibration_files_in_any_order_from_anywhere_give_the_same_artifact(
 
 
 def test_an_fp8_cache_without_calibration_names_its_own_way_out(
-    quantize: Run, tiny_model: Callable[..., Path], tmp_path: Path
+    quantize: Quantize, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     (tmp_path / "r.yaml").write_text("scheme: fp8\nmethod: rtn\nkv_cache: fp8\n")
     code, _, err = quantize("--recipe", "r.yaml", "--model", tiny_model())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from said import Quantize
 
 from quant.allocation import Allocation, Allocator, Group, Option
 from quant.artifact.artifact import open_artifact
@@ -18,7 +19,6 @@ from quant.closed_loop import ACCEPTED, bisect
 from quant.mixed_ask import make_gate
 from quant.mixed_build import mixed_folder, recipe_path
 
-Quantize = Callable[..., tuple[int, str, str]]
 RECIPE = {
     "scheme": "w4a16",
     "method": "rtn",
@@ -41,20 +41,6 @@ if "code" in gates:
     sys.exit(gates["code"])
 sys.exit(0 if size >= gates["least"] else gates.get("below", 1))
 """
-
-
-@pytest.fixture
-def quantize(capsys: pytest.CaptureFixture[str]) -> Quantize:
-    from quant.cli import main
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return run
 
 
 @pytest.fixture

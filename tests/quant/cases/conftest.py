@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from front_door import Quantize, Said
 from survival import Nursery, nursery
-
-from quant.cli import main
-from quant.cli_steps import err_console, out_console
 
 
 @pytest.fixture(scope="session")
@@ -21,19 +16,6 @@ def forks() -> Iterator[Nursery]:
 
 
 @pytest.fixture
-def quantize(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Quantize:
-    """`quantize("--recipe", ...)` in the test's own folder, in this process."""
-    monkeypatch.chdir(tmp_path)
-    for console in (out_console, err_console):
-        monkeypatch.setattr(console, "_width", 200)
-
-    def run(*arguments: object) -> Said:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return Said(code=int(caught.value.code or 0), out=out, err=err)
-
-    return run
+def columns() -> int:
+    """Wide enough for any line."""
+    return 200

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +19,6 @@ from runtime.engine.engine import Engine
 from runtime.engine.score import ScoreItem
 
 WEIGHTS = "model.safetensors"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """How a command ended and what it said."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """The one line that tells what was wrong."""
-        lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1, self.err
-        assert "Traceback" not in self.err
-        return self.err[self.err.index("error: ") :]
-
-    @property
-    def text(self) -> str:
-        """All of it, on one line."""
-        return re.sub(r"\s+", " ", self.out + " " + self.err)
-
-
-Quantize = Callable[..., Said]
 
 
 def changed_model(

@@ -12,7 +12,6 @@ import pytest
 import torch
 from front_door import (
     WEIGHTS,
-    Quantize,
     changed_model,
     check_sound,
     codes_of,
@@ -25,6 +24,7 @@ from front_door import (
     weights_of,
 )
 from safetensors.torch import load_file
+from said import Quantize
 from survival import Nursery, contents
 from torch import Tensor
 

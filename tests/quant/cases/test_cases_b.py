@@ -12,14 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from front_door import (
-    Quantize,
-    changed_model,
-    recipe_file,
-    served_nll,
-    set_config,
-)
+from front_door import changed_model, recipe_file, served_nll, set_config
 from safetensors.torch import load_file, save_file
+from said import Quantize
 from torch import Tensor
 
 from quant.artifact.artifact import open_artifact
