@@ -59,7 +59,7 @@ def _artifact_digest(evaluation: Path) -> str | None:
     """The judged artifact's digest, where the evaluation's report names one."""
     try:
         report = json.loads((evaluation / REPORT_NAME).read_bytes())
-        digest = report["artifact"]["digest"]
+        digest, is_redacted = report["artifact"]["digest"], report.get("is_redacted", False)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -67,6 +67,11 @@ def _artifact_digest(evaluation: Path) -> str | None:
             f"{evaluation / REPORT_NAME} does not name the artifact it judges ({error!r}); "
             "evaluate again, so that the review can be bound to it"
         ) from error
+    if is_redacted:
+        raise UsageError(
+            f"{evaluation} was written with --redact and holds no answers to compare; evaluate "
+            "again without it: the pack hides personal data by itself"
+        )
     return str(digest)
 
 

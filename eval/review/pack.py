@@ -77,6 +77,7 @@ class Item(BaseModel):
     source: str
     lang: str
     messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
     a: str
     b: str
 
@@ -233,7 +234,7 @@ def _sided(made: list[_Unsided], chance: random.Random) -> list[tuple[Item, KeyE
 def _sealed(u: _Unsided, side: Label) -> tuple[Item, KeyEntry]:
     a, b = (u.first, u.second) if side == "a" else (u.second, u.first)
     s = u.sample
-    item = Item(id="", source=s.source, lang=s.lang, messages=s.messages, a=a, b=b)
+    item = Item(id="", source=s.source, lang=s.lang, messages=s.messages, tools=s.tools, a=a, b=b)
     marked = {} if u.marks is None else {u.marks: side}
     about = {"id": "", "sample": s.id, "doc": s.doc, "task": s.task, "source": s.source}
     entry = KeyEntry.model_validate({**about, "lang": s.lang, **u.about, **marked})
@@ -245,7 +246,7 @@ def _redacted(pairs: Iterable[tuple[Item, KeyEntry]]) -> list[tuple[Item, KeyEnt
     done = []
     for item, entry in pairs:
         redactor = Redactor()
-        hidden = redactor.value(item.model_dump(include={"messages", "a", "b"}))
+        hidden = redactor.value(item.model_dump(include={"messages", "tools", "a", "b"}))
         done.append((Item.model_validate({**item.model_dump(), **hidden}), entry))
     return done
 

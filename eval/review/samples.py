@@ -51,6 +51,7 @@ class Sample(BaseModel):
     source: Name
     lang: Name
     checks: list[str] = []
+    tools: list[dict[str, Any]] | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     base: Side
     candidate: Side

@@ -5,6 +5,7 @@ It has the pack and never the key. Answers travel as JSON and are put into the p
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -19,7 +20,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from eval.errors import EvaluationError, UsageError
 from eval.review import ratings
-from eval.review.pack import Pack
+from eval.review.pack import Item, Pack
 from eval.review.ratings import History, Rating
 
 HOST = "127.0.0.1"
@@ -107,8 +108,14 @@ def _serve_pack(app: FastAPI, pack: Pack, rater: str | None) -> None:
         if item not in pack.items:
             raise UsageError(f"the pack has no item {item!r}")
         found = pack.items[item]
-        messages = [{"role": m.role, "text": m.text} for m in found.messages]
-        return {"id": item, "messages": messages, "a": found.a, "b": found.b}
+        return {"id": item, "messages": _shown(found), "a": found.a, "b": found.b}
+
+
+def _shown(item: Item) -> list[dict[str, str]]:
+    """What a rater reads of a request: the tools that could be called, then the conversation."""
+    tools = [json.dumps(tool, ensure_ascii=False, indent=1) for tool in item.tools or ()]
+    declared = [{"role": "tools", "text": "\n".join(tools)}] if tools else []
+    return [*declared, *({"role": m.role, "text": m.text} for m in item.messages)]
 
 
 def _take_ratings(app: FastAPI, pack: Pack, fixed: str | None) -> None:

@@ -21,6 +21,7 @@ from eval.evaluation import Evaluation
 from eval.metrics.divergence import WindowScores
 from eval.preflight import source_of
 from eval.progress import Silent
+from eval.review.samples import read_samples
 from eval.runner import score_windows
 from eval.suites import load_suite
 from eval.targets.checkpoint import locate
@@ -142,6 +143,9 @@ def test_planted_defects_are_rejected(
     assert stamp.summary
     text = (tmp_path / "out" / "report.md").read_text()
     assert text.startswith("# REJECTED: ")
+    samples, _ = read_samples(tmp_path / "out" / "samples.jsonl")
+    assert len(samples) == 70
+    assert samples[0].task == "fields+json_valid+schema_valid"
 
 
 def test_kl_and_perplexity_agree_with_transformers(

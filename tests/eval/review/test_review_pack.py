@@ -103,6 +103,10 @@ def test_the_judged_artifact_is_named_in_the_key(tmp_path: Path) -> None:
     _, key = opened(made)
     assert key.artifact_digest is None or key.artifact_digest == "d" * 64
     assert json.loads(made.key.read_text())["artifact_digest"] == "d" * 64
+    redacted = {"artifact": {"digest": "d" * 64}, "is_redacted": True}
+    (folder / "report.json").write_text(json.dumps(redacted))
+    with pytest.raises(UsageError, match="written with --redact and holds no answers"):
+        make_pack(folder, tmp_path / "other", count=20, seed=0, redact=False, rules=Rules())
     (folder / "report.json").write_text("{}")
     with pytest.raises(UsageError, match="does not name the artifact"):
         make_pack(folder, tmp_path / "other", count=20, seed=0, redact=False, rules=Rules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-from review_rows import opened, packed, serving
+from review_rows import opened, packed, sample_row, serving, write_samples
 
 from eval.errors import UsageError
 from eval.review import web
-from eval.review.pack import Pack
+from eval.review.commands import make_pack
+from eval.review.pack import Pack, Rules
 from eval.review.ratings import ratings_path, read_all, read_history
 
 
@@ -80,6 +82,18 @@ def test_nothing_that_is_sent_names_a_model(pack: Pack, client: httpx.Client) ->
         for word in ("candidate", "planted", "weight", "row-0"):
             assert word not in text
     assert client.get(f"/api/items/{item}").json().keys() == {"id", "messages", "a", "b"}
+
+
+def test_declared_tools_are_shown(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "refund", "parameters": {}}}
+    rows = [sample_row(n, tools=[tool]) for n in range(60)]
+    folder = write_samples(tmp_path / "evaluation", rows)
+    made = make_pack(folder, tmp_path / "p", count=20, seed=0, redact=True, rules=Rules())
+    pack = opened(made)[0]
+    with served(pack) as client:
+        messages = client.get(f"/api/items/{next(iter(pack.items))}").json()["messages"]
+    assert [m["role"] for m in messages] == ["tools", "system", "user"]
+    assert json.loads(messages[0]["text"]) == tool
 
 
 def test_the_page_has_no_outside_reference(client: httpx.Client) -> None:
