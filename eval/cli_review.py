@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -103,7 +104,10 @@ def serve(
         f"{len(opened.items)} items. Open http://{web.HOST}:{listener.getsockname()[1]}/ "
         "(Ctrl-C ends; ratings are saved as they are made)"
     )
-    web.make_server(served).run(sockets=[listener])
+    # Ctrl-C is how this ends, not how it fails.
+    with suppress(KeyboardInterrupt):
+        web.make_server(served).run(sockets=[listener])
+    typer.echo(f"Next, when all have rated: evaluate review score {pack}")
 
 
 @app.command(

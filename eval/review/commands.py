@@ -83,8 +83,9 @@ def score_pack(pack: Path, *, key: Path | None, out: Path | None) -> tuple[Revie
     opened = open_pack(pack)
     unsealed = open_key(key or key_path(pack), opened)
     review = score(unsealed, opened.info.rules, read_all(opened))
-    folder = out or pack.with_name(f"{pack.name}-review")
-    if folder.resolve() == pack.resolve() or pack.resolve() in folder.resolve().parents:
+    place = pack.resolve()
+    folder = out or place.with_name(f"{place.name}-review")
+    if place in (folder.resolve(), *folder.resolve().parents):
         raise UsageError(f"--out {folder} lies in the pack, where it would unseal it for raters")
     _write(folder, _files(review, opened, unsealed))
     return review, folder

@@ -141,7 +141,8 @@ class Origin:
 
 def key_path(pack: Path) -> Path:
     """Where the key of a pack is unless said otherwise: beside it."""
-    return pack.with_name(f"{pack.name}.key.json")
+    place = pack.resolve()
+    return place.with_name(f"{place.name}.key.json")
 
 
 def seal(draw: Draw, out: Path, origin: Origin, *, rules: Rules, redact: bool) -> Path:

@@ -10,7 +10,7 @@ const $ = (id) => document.getElementById(id);
 
 const state = {
   rater: "", order: [], ratings: {}, canUndo: false,
-  position: 0, faults: new Set(), wantsEarlier: null, shownAt: 0, isBusy: false, items: new Map(),
+  position: 0, faults: new Set(), wantsEarlier: null, shownAt: 0, isBusy: false, items: new Map(), drafts: new Map(),
 };
 
 async function ask(path, body) {
@@ -166,16 +166,22 @@ function showProgress() {
   $("undo").disabled = !state.canUndo;
 }
 
+// What was marked and written on an item that has no rating yet, for when the rater comes back.
+function keepDraft() {
+  if (!currentRating()) state.drafts.set(currentItem(), { critical: [...state.faults], note: $("note").value });
+}
+
 async function show(position) {
   const item = await fetchItem(state.order[position]);
   const hasMoved = position !== state.position || !$("text-a").dataset.item;
   state.position = position;
-  state.faults = new Set(currentRating()?.critical ?? []);
+  const known = currentRating() ?? state.drafts.get(item.id);
+  state.faults = new Set(known?.critical ?? []);
   state.shownAt = performance.now();
   showMessages(item.messages);
   showAnswers(item);
   $("text-a").dataset.item = item.id;
-  $("note").value = currentRating()?.note ?? "";
+  $("note").value = known?.note ?? "";
   showChoice();
   showProgress();
   if (hasMoved) {
@@ -230,17 +236,23 @@ const keepNote = () => busy(async () => {
 
 const undo = () => busy(async () => {
   const data = await ask("/api/undo", { rater: state.rater });
+  keepDraft();
   take(data);
+  state.drafts.delete(data.item);
   await show(data.item ? state.order.indexOf(data.item) : state.position);
 });
 
 const move = (position) => busy(async () => {
-  if (position >= 0 && position < state.order.length) await show(position);
+  if (position < 0 || position >= state.order.length) return;
+  keepDraft();
+  await show(position);
 });
 
 async function begin(name) {
   const data = await ask("/api/begin", { rater: name });
   state.rater = data.rater;
+  $("who").textContent = data.rater;
+  $("who").setAttribute("aria-label", `Rater ${data.rater}: change`);
   state.order = data.order;
   take(data);
   sessionStorage.setItem("rater", data.rater);
@@ -280,6 +292,10 @@ function connect() {
   $("next").addEventListener("click", () => move(state.position + 1));
   $("unrated").addEventListener("click", () => move(nextUnrated()));
   $("undo").addEventListener("click", undo);
+  $("who").addEventListener("click", () => {
+    sessionStorage.removeItem("rater");
+    window.location.reload();
+  });
   $("help").addEventListener("click", () => $("keys").showModal());
   $("note").addEventListener("change", keepNote);
   $("earlier-count").addEventListener("click", (event) => {
@@ -305,6 +321,7 @@ function connect() {
 async function start() {
   connect();
   const pack = await ask("/api/pack");
+  $("who").disabled = pack.rater !== null;
   const known = pack.rater ?? sessionStorage.getItem("rater");
   if (known) return begin(known);
   $("welcome").hidden = false;

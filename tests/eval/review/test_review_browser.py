@@ -198,6 +198,32 @@ def test_two_raters_at_once_to_the_end(browser: Any, pack: Pack) -> None:
     assert found == {"Bea": ["a"] * 6 + ["tie"] * 22, "\u674e\u96f7": ["b"] * 6}
 
 
+def test_marks_wait_for_the_choice_and_raters_can_change(
+    browser: Any, pack: Pack, address: str
+) -> None:
+    with opened_page(browser) as page:
+        begin(page, address, "Eva")
+        press(page, "Shift+A")
+        page.locator("#note").fill("look again")
+        page.keyboard.press("Escape")
+        press(page, "ArrowRight")
+        assert pressed(page) == []
+        press(page, "ArrowLeft")
+        assert pressed(page) == ["fault a"]
+        assert page.locator("#note").input_value() == "look again"
+        assert not read_history(pack, "Eva").current
+        press(page, "3")
+        (said,) = read_history(pack, "Eva").current.values()
+        assert (said.choice, said.critical, said.note) == ("b", ["a"], "look again")
+        press(page, "u")
+        assert pressed(page) == []
+        assert page.locator("#note").input_value() == ""
+        page.get_by_role("button", name="Rater Eva: change").click()
+        page.locator("#rater").wait_for()
+        begin(page, address, "Flo")
+        assert page.locator("#count").inner_text() == "0 of 28 rated"
+
+
 def test_hostile_and_long_texts(browser: Any, pack: Pack, address: str) -> None:
     by_text = {i.id: i for i in pack.items.values() if HOSTILE[:30] in i.a + i.b}
     (hostile,) = by_text.values()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from review_rows import opened_at, prefer, rate_all, sample_row, sound, write_samples
 
@@ -73,6 +75,26 @@ def test_exit_codes_of_a_rejection_and_of_tampering(
     assert call("score", pack) == 4
     assert "was changed after the pack was made" in " ".join(capsys.readouterr().err.split())
     assert call("serve", pack) == 4
+
+
+def test_serving_ends_by_ctrl_c_and_the_key_is_found_from_within(
+    evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = tmp_path / "blind"
+    assert call("pack", evaluation, "--out", pack, "--n", "20") == 0
+    command = [sys.executable, "-m", "eval.cli", "review", "serve", str(pack), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        address = re.search(rb"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+        assert address
+        assert httpx.get(address.group().decode(), timeout=60).status_code == 200
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")
+    assert b"evaluate review score" in out
+    monkeypatch.chdir(pack)
+    assert call("score", ".") == 3
+    assert (tmp_path / "blind-review" / "review.json").exists()
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
