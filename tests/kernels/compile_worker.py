@@ -23,6 +23,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import torch  # noqa: F401 - which every kernel's module imports: here once, not in each fork
 import triton
 from compile_case import CompileCase
 from triton.backends.compiler import GPUTarget
