@@ -35,8 +35,8 @@ from eval.errors import EvaluationError, UsageError
 from eval.lm_eval_scoring import EngineScorer, Generation
 from eval.lm_eval_tasks import (
     check_yaml,
+    group_of,
     in_one_line,
-    is_group_file,
     is_task_file,
     unknown_name,
     with_local_data,
@@ -310,13 +310,14 @@ def load_tasks(run: TaskRun) -> dict[str, Any]:
 
     UsageError: a name that lm-eval does not know, a broken file, data that cannot be read.
     """
-    manager = _manager(run)
-    specs = [str(Path(name).resolve()) if is_task_file(name) else name for name in run.tasks]
-    for name in specs:
-        if is_task_file(name):
-            check_yaml(Path(name))
-        elif name not in manager.task_index:
-            raise UsageError(unknown_name(name, run.include_path))
+    groups = {name: group for name in run.tasks if (group := group_of(name))}
+    files = {name: str(Path(name).resolve()) for name in run.tasks if is_task_file(name)}
+    specs = [groups[name][0] if name in groups else files.get(name, name) for name in run.tasks]
+    names = [name for name in specs if not is_task_file(name)]
+    members = [member for _, some in groups.values() for member in some]
+    manager = _manager(run, [Path(name).resolve().parent for name in groups], [*names, *members])
+    if unknown := [name for name in names if name not in manager.task_index]:
+        raise UsageError(unknown_name(unknown[0], run.include_path))
     try:
         loaded: dict[str, Any] = manager.load(specs)
     except UsageError:
@@ -328,15 +329,17 @@ def load_tasks(run: TaskRun) -> dict[str, Any]:
     return loaded
 
 
-def _manager(run: TaskRun) -> Any:
-    """lm-eval's own tasks are indexed (some 15,000 files) only when a name may need them."""
-    paths = [run.include_path] if run.include_path else []
-    groups = [Path(n).resolve() for n in run.tasks if is_task_file(n) and is_group_file(Path(n))]
-    own = TaskManager(include_path=[*paths, *(g.parent for g in groups)], include_defaults=False)
-    if groups or any(not is_task_file(n) and n not in own.task_index for n in run.tasks):
-        own = TaskManager(include_path=[*paths, *(g.parent for g in groups)])
-    own._factory = _LocalFactory(meta=None)
-    return own
+def _manager(run: TaskRun, folders: list[Path], names: list[str]) -> Any:
+    """lm-eval's own tasks are indexed (some 15,000 files) only when one of `names` needs them.
+
+    folders: those of group files, whose members lie beside them.
+    """
+    paths = [*([run.include_path] if run.include_path else []), *folders]
+    manager = TaskManager(include_path=paths, include_defaults=False)
+    if any(name not in manager.task_index for name in names):
+        manager = TaskManager(include_path=paths)
+    manager._factory = _LocalFactory(meta=None)
+    return manager
 
 
 def run_tasks(lm: WeighbridgeLM, name: str, tasks: dict[str, Any], run: TaskRun) -> TaskResults:

@@ -35,11 +35,14 @@ def keep_data_in(cache: Path) -> None:
         os.environ.setdefault("HF_EVALUATE_CACHE", str(folder / "metrics"))
 
 
-def check_yaml(path: Path) -> None:
-    """UsageError for a file that is not YAML or says one key twice (the last would win)."""
+def check_yaml(path: Path) -> Any:
+    """What the file says, functions by name only.
+
+    UsageError: it is not YAML, or says one key twice (the last would win).
+    """
     try:
         with path.open("rb") as file:
-            yaml.load(file, Loader=_Strict)
+            return yaml.load(file, Loader=_Strict)
     except yaml.YAMLError as error:
         raise UsageError(f"{path}: {' '.join(str(error).split())}") from error
     except OSError as error:
@@ -70,11 +73,14 @@ def is_task_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def is_group_file(path: Path) -> bool:
-    """Whether a task file names other tasks, which lie beside it or are lm-eval's own."""
-    return path.is_file() and any(
-        line.startswith("group:") for line in path.read_text("utf-8").splitlines()
-    )
+def group_of(name: str) -> tuple[str, list[str]] | None:
+    """The name of the group that a task file defines, and of its members; None for other files."""
+    config = check_yaml(Path(name)) if is_task_file(name) else None
+    if not isinstance(config, dict) or not isinstance(config.get("group"), str):
+        return None
+    members = config.get("task")
+    named = [m.get("task") if isinstance(m, dict) else m for m in members or []]
+    return config["group"], [member for member in named if isinstance(member, str)]
 
 
 def unknown_name(name: str, include_path: Path | None) -> str:

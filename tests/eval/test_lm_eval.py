@@ -244,6 +244,28 @@ def test_broken_tasks_and_options_name_what_is_wrong(
     assert ended.value.code == code
 
 
+def test_a_group_file_brings_the_tasks_beside_it(tasks_dir: Path, ours: WeighbridgeLM) -> None:
+    folder = tasks_dir / "group"
+    folder.mkdir()
+    for name in ("choice", "generate"):
+        text = (tasks_dir / f"{name}.yaml").read_text().replace(f"task: {name}", f"task: g_{name}")
+        (folder / f"{name}.yaml").write_text(text.replace("rows.jsonl", "../rows.jsonl"))
+        (folder / "shots.jsonl").write_text((tasks_dir / "shots.jsonl").read_text())
+    file = folder / "all.yaml"
+    file.write_text(
+        "group: ours\ntask: [g_choice, g_generate]\n"
+        "aggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    run = TaskRun(tasks=(str(file),), bootstrap_iters=0)
+    found = run_tasks(ours, "tiny", load_tasks(run), run)
+    assert set(found.results["results"]) >= {"g_choice", "g_generate"}
+    assert (
+        found.results["groups"]["ours"]["acc,none"]
+        == (found.results["results"]["g_choice"]["acc,none"])
+    )
+    assert "ours" in found.table
+
+
 def test_a_key_said_twice_is_refused_with_its_line(tasks_dir: Path) -> None:
     with pytest.raises(UsageError, match=r"'dataset_kwargs' stands here twice.*line 4"):
         check_yaml(tasks_dir / "broken" / "twice.yaml")
