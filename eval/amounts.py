@@ -12,9 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Amounts:
-    """Windows of `window_tokens` tokens, extraction items, and the seed that picks both."""
+    """Windows of `window_tokens` tokens, extraction items, and the seed that picks both.
+
+    num_noise_items: how many of the items the base answers a second time, for the noise floor.
+    """
 
     num_windows: int = 36
     window_tokens: int = 256
     num_items: int = 180
+    num_noise_items: int = 16
     seed: int = 0

@@ -47,6 +47,7 @@ def evaluate(
     *,
     suite: str | Path | None = None,
     items: int = Amounts.num_items,
+    noise_items: int = Amounts.num_noise_items,
     windows: int = Amounts.num_windows,
     window_tokens: int = Amounts.window_tokens,
     seed: int = 0,
@@ -69,6 +70,7 @@ def evaluate(
         base: model directory, GGUF file or hub id; None takes the path in artifact.json.
         gates: a gates file, looked up where given and then among the shipped recipes.
         suite: a directory with text.jsonl and extraction.jsonl; None takes the shipped gate half.
+        noise_items: how many of the items the base answers again, alone, to tell noise from damage.
         items, windows, window_tokens, seed: how much of the suite is used, and which part.
         out: where report.md and report.json go; None puts them into ARTIFACT-evaluation.
         device, dtype, kv_cache_dtype, threads: how the engine computes (EngineConfig's meaning).
@@ -92,7 +94,11 @@ def evaluate(
         gates,
         suite=suite,
         amounts=Amounts(
-            num_windows=windows, window_tokens=window_tokens, num_items=items, seed=seed
+            num_windows=windows,
+            window_tokens=window_tokens,
+            num_items=items,
+            num_noise_items=noise_items,
+            seed=seed,
         ),
         engine=EngineConfig(
             device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=threads
@@ -125,6 +131,7 @@ def make_job(
         ("items", amounts.num_items, 1),
         ("windows", amounts.num_windows, 1),
         ("window-tokens", amounts.window_tokens, 16),
+        ("noise-items", amounts.num_noise_items, 0),
         ("seed", amounts.seed, 0),
         ("threads", engine.num_threads, 1),
         ("concurrency", min(concurrency, default=0), 1),
@@ -169,6 +176,7 @@ def _said(
         "items": (amounts.num_items, plain.num_items),
         "windows": (amounts.num_windows, plain.num_windows),
         "window-tokens": (amounts.window_tokens, plain.window_tokens),
+        "noise-items": (amounts.num_noise_items, plain.num_noise_items),
         "seed": (amounts.seed, plain.seed),
     }
     return {name: str(said) for name, said in given.items() if said} | {

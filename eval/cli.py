@@ -179,6 +179,13 @@ def judge(
     items: Annotated[
         int, typer.Option(metavar="N", help="Items both models answer, of each task file.")
     ] = Amounts.num_items,
+    noise_items: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Items that the base answers a second time, alone: what changes there is noise.",
+        ),
+    ] = Amounts.num_noise_items,
     windows: Annotated[
         int, typer.Option(metavar="N", help="Windows of held-out text, over all domains.")
     ] = Amounts.num_windows,
@@ -271,7 +278,11 @@ def judge(
         gates,
         suite=suite,
         amounts=Amounts(
-            num_windows=windows, window_tokens=window_tokens, num_items=items, seed=seed
+            num_windows=windows,
+            window_tokens=window_tokens,
+            num_items=items,
+            num_noise_items=noise_items,
+            seed=seed,
         ),
         engine=EngineConfig(
             device=device.value,

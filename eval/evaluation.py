@@ -12,6 +12,7 @@ from eval.gate_spec import LoadedGates
 from eval.measurement import Measurement
 from eval.metrics.answers import PairedItem
 from eval.metrics.divergence import Ladder
+from eval.metrics.ladder import Layer1
 from eval.stats import Sampling
 from eval.suites import Suite
 from eval.targets.base import Answer
@@ -92,6 +93,7 @@ class Evaluation:
     num_documents: int
     measurements: tuple[Measurement, ...]
     ladder: Ladder
+    layer1: Layer1
     exchanges: tuple[Exchange, ...]
     verdict: Verdict
     notes: tuple[str, ...]

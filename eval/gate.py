@@ -209,7 +209,7 @@ def _p_value(m: Measurement) -> float | None:
 
 
 def _is_noise(m: Measurement, noise: Measurement | None) -> bool:
-    return noise is not None and m.distance <= noise.distance
+    return noise is not None and m.distance <= noise.noise_floor
 
 
 def _finding(
@@ -220,8 +220,8 @@ def _finding(
     adjusted: Mapping[tuple[str, str], float],
     raised: set[tuple[str, str]],
 ) -> Finding:
-    distance = None if noise is None else noise.distance
-    found = answer(question.rule, question.measurement, confidence, distance)
+    floor = None if noise is None else noise.noise_floor
+    found = answer(question.rule, question.measurement, confidence, floor)
     return Finding(
         name=question.name,
         stratum=question.stratum,
@@ -233,5 +233,5 @@ def _finding(
         p_value=p_values.get(question.key),
         holm_p=adjusted.get(question.key),
         alarm=question.key in raised and found.outcome != "fail",
-        noise=distance,
+        noise=None if noise is None else noise.distance,
     )

@@ -45,6 +45,7 @@ class MetricInfo:
 METRICS: dict[str, MetricInfo] = {
     "perplexity_ratio": MetricInfo(label="PPL(Q)/PPL(base)", limit="max"),
     "kl_mean": MetricInfo(label="Mean KLD", limit="max"),
+    "kl_p99": MetricInfo(label="99.0% KLD", limit="max"),
     "top1_agreement": MetricInfo(label="Same top p", limit="min"),
     "load_text_agreement": MetricInfo(label="Same text under load", limit="min"),
     "load_check_agreement": MetricInfo(label="Same checks under load", limit="min"),

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from eval.stats import PairedCounts, shrunk
+from eval.stats import PairedCounts, clopper_pearson_lower, shrunk
 
 Unit = Literal["ratio", "nats", "share", "drop"]
 
@@ -68,6 +68,14 @@ class Measurement:
         if self.paired is not None:
             return (self.paired.lost + self.paired.gained) / (2 * self.paired.num_items)
         return abs(self.estimate - 1) if self.unit in ("ratio", "share") else abs(self.estimate)
+
+    @property
+    def noise_floor(self) -> float:
+        """Of a base against itself: the part of `distance` that is certain (95 %)."""
+        if self.paired is None:
+            return self.distance
+        flips = self.paired.lost + self.paired.gained
+        return clopper_pearson_lower(flips, self.paired.num_items) / 2
 
     @property
     def has_interval(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from eval import wording
+from eval import report_layer1, wording
 from eval.checks.catalogue import TASK_METRICS
 from eval.checks.registry import Scored
 from eval.errors import UsageError
@@ -107,11 +107,16 @@ def to_json(evaluation: Evaluation) -> dict[str, Any]:
             "normalisation_version": NORMALISATION_VERSION,
             "decoding": "greedy",
             "detectable": wording.detectable(e),
+            "power": [
+                {"metric": f.name, "stratum": f.stratum, **asdict(can)}
+                for f, can in wording.powers(e)
+            ],
         },
         "findings": [_finding(f) for f in e.verdict.findings],
         "alarms": [asdict(alarm) for alarm in e.verdict.alarms],
         "measurements": {m.name: _measurement(m) for m in e.measurements},
         "kld": _kld(e),
+        "layer1": report_layer1.to_json(e.layer1),
         "answers": _answers(e),
         "notes": list(e.notes),
         "items": [sample(exchange) for exchange in e.exchanges],
@@ -259,6 +264,8 @@ def to_markdown(evaluation: Evaluation, *, redact: bool = False) -> str:
         _domain_table(e),
         "## Divergence from the base, per token",
         _kld_table(e),
+        "## Every statistic by domain, position and input length",
+        report_layer1.to_markdown(e.layer1, _table),
         "## Answers",
         _answer_table(e),
         "## Worst regressions",

@@ -19,9 +19,10 @@ from eval.checks.registry import score_reply
 from eval.errors import EvaluationError
 from eval.evaluation import Evaluation, Exchange
 from eval.gate import judge
-from eval.metrics import answers, divergence, load
+from eval.metrics import answers, divergence, ladder, load
 from eval.metrics.answers import PairedItem
 from eval.metrics.divergence import WindowScores
+from eval.noise import measure_noise
 from eval.opening import Job, Level, notes_on, numerics_of, open_all
 from eval.preflight import artifact_facts, require_unchanged
 from eval.progress import Progress
@@ -52,15 +53,19 @@ def weigh(job: Job, progress: Progress) -> Evaluation:
         for level in opened.levels
     ]
     exchanges = by_level[-1]
-    progress.stage("bootstrap", 1)
     rules = opened.gates.spec
     sampling = Sampling(confidence=rules.confidence, draws=rules.draws, seed=job.amounts.seed)
+    noise = measure_noise(
+        workload, opened.text, reference, candidate.stop_ids, exchanges,
+        count=job.amounts.num_noise_items, sampling=sampling, progress=progress,
+    )  # fmt: skip
+    progress.stage("bootstrap", 1)
     measurements = (
         *divergence.measure(scores, sampling),
         *answers.measure([e.pair for e in exchanges], sampling),
         *(load.measure(by_level[0], exchanges, sampling) if len(by_level) > 1 else ()),
     )
-    verdict = judge(rules, {m.name: m for m in measurements})
+    verdict = judge(rules, {m.name: m for m in measurements}, noise.measurements)
     require_unchanged(opened.artifact)
     log.finish()
     progress.advance(1)
@@ -76,9 +81,10 @@ def weigh(job: Job, progress: Progress) -> Evaluation:
         num_documents=len({window.document for window in workload.windows}),
         measurements=measurements,
         ladder=divergence.ladder(scores),
+        layer1=ladder.describe(scores, sampling),
         exchanges=tuple(exchanges),
         verdict=verdict,
-        notes=(*notes_on(opened, job.amounts), *notes_on_answers(by_level, log)),
+        notes=(*notes_on(opened, job.amounts), *notes_on_answers(by_level, log), noise.note),
         judged_at=datetime.now(UTC),
         seconds=time.monotonic() - started,
         said=job.said,

@@ -12,6 +12,7 @@ from eval.gate_rules import Outcome
 from eval.measurement import Measurement
 from eval.suites import TEXT_FILE
 from quant.artifact.stamp import STAMP_NAME, MetricRecord, Numerics, Stamp, Verdict, write_stamp
+from runtime.engine.build import build
 
 _VERDICTS: dict[Outcome, Verdict] = {
     "pass": "accepted",
@@ -43,6 +44,9 @@ def to_stamp(evaluation: Evaluation) -> Stamp:
             lm_head_scheme=e.numerics.lm_head_scheme,
             chat_template_sha256=e.numerics.chat_template_sha256,
         ),
+        suites=dict(e.suite.digests),
+        seeds={"items and windows": e.amounts.seed, "bootstrap": e.sampling.seed},
+        engine=build(),
         summary=wording.summary(e),
     )
 

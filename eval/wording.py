@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 
 from eval.amounts import Amounts
 from eval.checks.catalogue import TASK_METRICS
@@ -13,6 +14,7 @@ from eval.gate_rules import RETENTION_MARGINS
 from eval.gate_spec import StratumRule
 from eval.measurement import Measurement, format_interval
 from eval.metrics.answers import values_of
+from eval.plan import Ability, ability, equal
 from eval.stats import PairedCounts, drop_upper, fewest_clusters
 
 WORST = 3
@@ -188,7 +190,53 @@ def gold(exchange: Exchange) -> str:
 
 
 def detectable(evaluation: Evaluation) -> str:
-    """What this many items could have shown at best."""
+    """What this run could have shown: of each required pass-or-fail metric, by how it came out."""
+    found = powers(evaluation)
+    if not found:
+        return _flawless(evaluation)
+    return " ".join(_power_sentence(finding, can) for finding, can in found)
+
+
+def powers(evaluation: Evaluation) -> list[tuple[Finding, Ability]]:
+    """The abilities of the required pass-or-fail metrics, given how often the two models differed.
+
+    One more changed item than was seen is assumed: none of a few does not mean that none ever is.
+    """
+    verdict = evaluation.verdict
+    num_tests = sum(m.paired is not None for m in evaluation.measurements)
+    found = []
+    for finding in verdict.findings:
+        counts = finding.measurement.evidence
+        if counts is None or not finding.rule.required:
+            continue
+        n = counts.num_items
+        trial = equal(
+            min((counts.lost + counts.gained + 1) / (n + 1), 1.0),
+            finding.rule.limit,
+            confidence=evaluation.sampling.confidence,
+            base=min(max(counts.num_base_ok, 1) / n, 1.0),
+        )
+        can = ability(replace(trial, num_items=n), num_metrics=max(num_tests, 1))
+        found.append((finding, can))
+    return found
+
+
+def _power_sentence(finding: Finding, can: Ability) -> str:
+    label = finding.label
+    noticed, rejected = (
+        "no drop" if drop is None else f"a drop of {drop * 100:.1f} pp"
+        for drop in (can.noticed, can.rejected)
+    )
+    return (
+        f"{label}: with {can.num_items:,} independent items and {can.discordance:.1%} that change "
+        f"either way, this run could notice {noticed} and reject {rejected} with "
+        f"{can.power:.0%} power, and accepts a candidate without any with "
+        f"{can.accepts_equal:.0%}; had nothing changed at all, it would have shown the loss to be "
+        f"below {can.flawless * 100:.1f} pp."
+    )
+
+
+def _flawless(evaluation: Evaluation) -> str:
     n = len(evaluation.exchanges)
     flawless = PairedCounts(num_items=n, num_base_ok=n, lost=0, gained=0)
     bound = drop_upper(flawless, evaluation.sampling.confidence)

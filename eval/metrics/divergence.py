@@ -7,6 +7,7 @@ resample whole documents. Statistics carry the names `llama-perplexity --kl-dive
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,10 @@ from eval.windows import Window
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 FLIP_NATS = (0.1, 1.0)
+# Bins of KL for its percentile, 2.3 % wide, and the value each stands for.
+_BINS = np.geomspace(1e-6, 100.0, 800)
+_EDGES = np.append(_BINS, 2 * _BINS[-1])
+_BIN_DRAWS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,7 @@ class Ladder:
 
 
 def measure(scores: Sequence[WindowScores], sampling: Sampling) -> tuple[Measurement, ...]:
-    """perplexity_ratio, kl_mean and top1_agreement, each with its domains."""
+    """perplexity_ratio, kl_mean, kl_p99 and top1_agreement, each with its domains."""
     return tuple(_with_domains(one, scores, sampling) for one in _MEASURES)
 
 
@@ -66,23 +71,28 @@ _Measure = Callable[[Sequence[WindowScores], Sampling], Measurement]
 
 
 def _with_domains(one: _Measure, scores: Sequence[WindowScores], sampling: Sampling) -> Measurement:
-    names = sorted({name for score in scores for name in _domain_names(score)})
-    parts = tuple((n, one([s for s in scores if n in _domain_names(s)], sampling)) for n in names)
+    names = sorted({name for score in scores for name in domain_names(score)})
+    parts = tuple((n, one([s for s in scores if n in domain_names(s)], sampling)) for n in names)
     return replace(one(scores, sampling), domains=parts)
 
 
-def _domain_names(score: WindowScores) -> tuple[str, str]:
+def domain_names(score: WindowScores) -> tuple[str, str]:
+    """The domains a window belongs to."""
     return f"source:{score.window.source}", f"lang:{score.window.lang}"
 
 
-def _per_document(scores: Sequence[WindowScores], values: list[np.ndarray]) -> np.ndarray:
-    """[documents, 2]: sum of the values and number of tokens of each document."""
-    sums: dict[str, list[float]] = {}
-    for score, value in zip(scores, values, strict=True):
-        row = sums.setdefault(score.window.document, [0.0, 0.0])
-        row[0] += float(value.sum())
-        row[1] += len(value)
-    return np.array(list(sums.values()), dtype=np.float64).reshape(-1, 2)
+def per_document(scores: Sequence[WindowScores], rows: Sequence[np.ndarray]) -> np.ndarray:
+    """[documents, K]: sums over the tokens of each document. rows: [n, K] for each window."""
+    sums: dict[str, np.ndarray] = {}
+    for score, values in zip(scores, rows, strict=True):
+        name = score.window.document
+        sums[name] = sums.get(name, 0.0) + values.sum(axis=0, dtype=np.float64)
+    return np.stack(list(sums.values()))
+
+
+def _with_counts(values: np.ndarray) -> np.ndarray:
+    """[n, 2]: the values, and ones to count them."""
+    return np.stack([values, np.ones(len(values))], axis=1)
 
 
 def _num_nonfinite(scores: Sequence[WindowScores]) -> int:
@@ -103,7 +113,7 @@ def _token_mean(
     """A measurement link(mean over tokens); `own` gives the base's and the candidate's value."""
 
     def one(scores: Sequence[WindowScores], sampling: Sampling) -> Measurement:
-        rows = _per_document(scores, [values(score) for score in scores])
+        rows = per_document(scores, [_with_counts(values(score)) for score in scores])
         interval = cluster_bootstrap(rows, lambda s: link(s[:, 0] / s[:, 1]), sampling)
         base, candidate = own(scores)
         return Measurement(
@@ -134,10 +144,44 @@ def _neither(scores: Sequence[WindowScores]) -> tuple[None, None]:
     return None, None
 
 
+def _kl_p99(scores: Sequence[WindowScores], sampling: Sampling) -> Measurement:
+    """The 99th percentile of KL, its bounds from counts in narrow bins of each document."""
+    kl = np.concatenate([score.kl for score in scores])
+    rows = per_document(scores, [_bins_of(score.kl) for score in scores])
+    interval = cluster_bootstrap(rows, _upper_percentile, replace(sampling, draws=_BIN_DRAWS))
+    found = float(np.percentile(kl, 99.0)) if np.isfinite(kl).all() else math.nan
+    return Measurement(
+        name="kl_p99",
+        unit="nats",
+        base=None,
+        candidate=None,
+        estimate=found,
+        lower=min(interval.lower, found),
+        upper=max(interval.upper, found),
+        counted="tokens",
+        num_scored=len(kl),
+        num_clusters=len(rows),
+        num_nonfinite=_num_nonfinite(scores),
+    )
+
+
+def _bins_of(kl: np.ndarray) -> np.ndarray:
+    """[1, bins + 1]: how many tokens of a window fall into each bin."""
+    return np.bincount(np.searchsorted(_BINS, kl), minlength=len(_BINS) + 1)[None]
+
+
+def _upper_percentile(totals: np.ndarray) -> np.ndarray:
+    """[D] 99th percentile of [D, bins + 1] counts: the upper edge of its bin."""
+    reached = np.cumsum(totals, axis=1) >= 0.99 * totals.sum(axis=1, keepdims=True)
+    edges: np.ndarray = _EDGES[np.argmax(reached, axis=1)]
+    return edges
+
+
 _MEASURES: tuple[_Measure, ...] = (
     _token_mean(
         "perplexity_ratio", "ratio", lambda s: s.candidate_nll - s.base_nll, np.exp, _perplexities
     ),
     _token_mean("kl_mean", "nats", lambda s: s.kl, np.positive, _neither),
+    _kl_p99,
     _token_mean("top1_agreement", "share", lambda s: s.agrees, np.positive, _neither),
 )

@@ -81,17 +81,39 @@ class ReferenceTarget:
         cap = getattr(self._model.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    @torch.inference_mode()
+    def logprobs_together(self, windows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """As `logprobs`, computed in one batch, padded on the right: the same up to rounding."""
+        width = max(map(len, windows))
+        rows = [[*window, *[0] * (width - len(window))] for window in windows]
+        mask = [[1] * len(window) + [0] * (width - len(window)) for window in windows]
+        logits = self._model(
+            input_ids=torch.tensor(rows, device=self._device),
+            attention_mask=torch.tensor(mask, device=self._device),
+            use_cache=False,
+        ).logits
+        return [
+            row[: len(window) - 1].float().log_softmax(-1)
+            for row, window in zip(logits, windows, strict=True)
+        ]
+
     def generate(
-        self, prompts: Sequence[Prompt], stop_ids: Sequence[int], advance: Advance
+        self,
+        prompts: Sequence[Prompt],
+        stop_ids: Sequence[int],
+        advance: Advance,
+        *,
+        batch_size: int = BATCH_SIZE,
     ) -> list[Answer]:
         """Greedy answers, batched and left-padded; the longest prompts go together."""
-        keys = [self._key("answer", [p.token_ids, p.max_tokens, list(stop_ids)]) for p in prompts]
+        what = "answer" if batch_size == BATCH_SIZE else f"answer in batches of {batch_size}"
+        keys = [self._key(what, [p.token_ids, p.max_tokens, list(stop_ids)]) for p in prompts]
         answers = {i: _from_json(v) for i, key in enumerate(keys) if (v := self._cache.json(key))}
         advance(len(answers))
         missing = [i for i in range(len(prompts)) if i not in answers]
         missing.sort(key=lambda i: len(prompts[i].token_ids))
-        for start in range(0, len(missing), BATCH_SIZE):
-            batch = missing[start : start + BATCH_SIZE]
+        for start in range(0, len(missing), batch_size):
+            batch = missing[start : start + batch_size]
             made = self._generate_batch([prompts[i] for i in batch], stop_ids)
             for i, answer in zip(batch, made, strict=True):
                 answers[i] = answer

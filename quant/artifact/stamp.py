@@ -11,14 +11,20 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quant.artifact.errors import ManifestError, StorageError
-from quant.artifact.jsonio import canonical_json, check_version, parse_object, validation_message
+from quant.artifact.jsonio import (
+    canonical_json,
+    check_version,
+    is_newer_minor,
+    parse_object,
+    validation_message,
+)
 from quant.artifact.shipped import shipped_dir
 
 STAMP_NAME = "gate.json"
-STAMP_VERSION = "1.0"
+STAMP_VERSION = "1.1"
 DEFAULT_GATES = "gates/default.yaml"
 Verdict = Literal["accepted", "rejected", "inconclusive"]
 
@@ -53,7 +59,12 @@ class Numerics(BaseModel):
 
 
 class Stamp(BaseModel):
-    """A verdict on the artifact with digest `artifact_digest`. `judged_at` is ISO 8601, UTC."""
+    """A verdict on the artifact with digest `artifact_digest`. `judged_at` is ISO 8601, UTC.
+
+    suites: sha256 of each file that was asked. seeds: what picked from them, and the bootstrap's.
+    engine: the build that computed (version, digest of its code, libraries). These came with
+    version 1.1 and are empty in older stamps.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -65,6 +76,9 @@ class Stamp(BaseModel):
     gates_sha256: str
     metrics: tuple[MetricRecord, ...] = ()
     numerics: Numerics
+    suites: dict[str, str] = Field(default_factory=dict)
+    seeds: dict[str, int] = Field(default_factory=dict)
+    engine: dict[str, str] = Field(default_factory=dict)
     summary: str = ""
 
 
@@ -93,6 +107,8 @@ def read_stamp(directory: Path) -> Stamp | None:
         return None
     data = parse_object(path)
     check_version(path, data, STAMP_VERSION)
+    if is_newer_minor(data["format_version"], STAMP_VERSION):
+        data = {name: data[name] for name in data if name in Stamp.model_fields}
     try:
         return Stamp.model_validate(data)
     except ValidationError as error:

@@ -57,6 +57,7 @@ class ModelInfo:
     name: served model name. root: where the artifact lies. digest: of the artifact.
     verdict: accepted, rejected, inconclusive, or "not judged". warning: why the verdict may not
     hold as the model is run here; None when it does. gates: by which gates it was judged.
+    remark: what else is worth knowing of the verdict, and no reason to doubt it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ModelInfo:
     verdict: str
     warning: str | None = None
     gates: str | None = None
+    remark: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -139,6 +141,7 @@ class ServedModel:
             "weighbridge": {
                 "verdict": self.info.verdict,
                 "gates": self.info.gates,
+                "remark": self.info.remark,
                 "warning": self.info.warning,
                 "artifact_digest": self.info.digest,
             },

@@ -48,6 +48,8 @@ def _verdict(model: ServedModel) -> Text:
     style = _VERDICT_STYLE.get(info.verdict, "bold yellow")
     gates = "" if info.gates is None else f" by {info.gates}"
     line = Text.assemble("verdict ", (info.verdict, style), f"{gates}  artifact {info.digest[:12]}")
+    if info.remark is not None:
+        line.append(f"\n{info.remark}", style="dim")
     if info.warning is not None:
         line.append(f"\nwarning: {info.warning}", style="yellow")
     return line

@@ -21,11 +21,17 @@ import uvicorn
 
 from quant.artifact.stamp import judged_by
 from runtime.config import ConfigError, EngineConfig
+from runtime.engine.build import build
 from runtime.server.app import ModelInfo, ServedModel, create_app
 from runtime.server.engine_client import EngineClient, start_process
 from runtime.server.engine_process import EngineFactory, load_engine
 from runtime.server.messages import Loading
-from runtime.server.verdict import judge, open_for_serving, refuse_unless_accepted
+from runtime.server.verdict import (
+    judge,
+    judged_with,
+    open_for_serving,
+    refuse_unless_accepted,
+)
 from runtime.text import TextProcessor
 
 ENGINE_DEATH_GRACE_S = 2.0
@@ -96,6 +102,7 @@ def serve(
                 verdict=verdict,
                 warning=warning,
                 gates=None if opened.stamp is None else judged_by(opened.stamp),
+                remark=judged_with(opened.stamp, build()),
             )
 
         return run_server(listener, text, factory, describe, config, announce, watch)

@@ -41,6 +41,18 @@ def judge(
     return stamp.verdict, None
 
 
+def judged_with(stamp: Stamp | None, engine: dict[str, str]) -> str | None:
+    """A remark when another build of the engine was judged; None when it is this one, or unknown.
+
+    No warning: it should compute the same, and the probe is checked at each load.
+    """
+    if stamp is None or not stamp.engine or stamp.engine == engine:
+        return None
+    names = [name for name in engine if stamp.engine.get(name) != engine[name]]
+    parts = (f"{name} {stamp.engine.get(name, 'none')} (here {engine[name]})" for name in names)
+    return "judged with another engine build: " + ", ".join(parts)
+
+
 def deciding(stamp: Stamp) -> str:
     """Why the verdict is what it is: the stamp's summary, else the metrics that decided."""
     if stamp.summary:

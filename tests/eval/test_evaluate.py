@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,11 +19,12 @@ from eval.api import evaluate, make_job, run
 from eval.cache import Cache
 from eval.errors import EvaluationError, TargetError, UsageError
 from eval.evaluation import Evaluation
-from eval.metrics.divergence import WindowScores
+from eval.metrics.ladder import describe
 from eval.preflight import source_of
 from eval.progress import Silent
 from eval.review.samples import read_samples
 from eval.runner import score_windows
+from eval.stats import Sampling
 from eval.suites import load_suite
 from eval.targets.checkpoint import locate
 from eval.targets.engine import EngineTarget
@@ -31,6 +33,7 @@ from eval.windows import pick_windows
 from quant.artifact.artifact import open_artifact
 from quant.artifact.stamp import read_stamp
 from runtime.config import EngineConfig
+from runtime.engine.build import build
 from runtime.text import TextProcessor
 
 SMALL = {"windows": 24, "window_tokens": 48}
@@ -94,15 +97,30 @@ def test_a_model_against_itself_is_accepted(
     assert stamp.numerics.compute_dtype == "float32"
     assert stamp.numerics.lm_head_scheme == "dense"
     assert stamp.numerics.chat_template_sha256
+    assert stamp.suites == written.evaluation.suite.digests
+    assert stamp.seeds == {"items and windows": 0, "bootstrap": 0}
+    assert stamp.engine == build()
     report = json.loads(written.json.read_text())
     assert report["verdict"] == "accepted"
     assert report["exit_code"] == 0
     assert report["method"]["num_windows"] == 24
     assert "scored once" in report["method"]["unit"]
+    assert report["layer1"]["domains"]["all"]["Same top p"]["estimate"] == 1.0
+    [power] = report["method"]["power"]
+    assert power["metric"] == "schema_valid"
+    assert power["num_items"] == 70
+    assert 0.04 < min(power["noticed"], power["rejected"]) < 0.2
+    assert "this run could notice a drop of" in report["method"]["detectable"]
+    assert "Noise floor" in report["notes"][-1]
+    assert "0 of 16 answers differ" in report["notes"][-1]
+    assert {f["noise_floor"] for f in report["findings"] if f["metric"] == "schema_valid"} == {0.0}
+    assert sum(part["num_tokens"] for part in report["layer1"]["lengths"]) == 24 * 47
     assert report["measurements"]["perplexity_ratio"]["domains"].keys() == {
         "source:contracts", "source:service", "source:code", "lang:en", "lang:zh",
     }  # fmt: skip
-    assert written.markdown.read_text().startswith("# ACCEPTED: ")
+    text = written.markdown.read_text()
+    assert text.startswith("# ACCEPTED: ")
+    assert "| RMS delta-p |" in text
     assert not list(written.json.parent.glob(".*"))
 
 
@@ -175,17 +193,23 @@ def test_kl_and_perplexity_agree_with_transformers(
         EngineTarget(made, EngineConfig()),
         Silent(),
     )
+    totals = np.zeros(4)
     for window, scores in zip(windows, ours, strict=True):
         kl, base_nll, nll, agrees = independent(base, quantized, window.token_ids)
+        totals += [kl.sum(), base_nll.sum(), nll.sum(), len(kl)]
         assert scores.kl == pytest.approx(kl, abs=1e-5)
         assert scores.base_nll == pytest.approx(base_nll, abs=1e-5)
         assert scores.candidate_nll == pytest.approx(nll, abs=1e-5)
         assert scores.agrees.tolist() == agrees
-    assert mean_kl(ours) > 1e-4
-
-
-def mean_kl(scores: list[WindowScores]) -> float:
-    return float(sum(s.kl.sum() for s in scores) / sum(len(s.kl) for s in scores))
+    kl, base_nll, nll = totals[:3] / totals[3]
+    assert kl > 1e-4
+    whole = describe(ours, Sampling(draws=1000)).domains[0].means
+    assert whole["Mean KLD"].estimate == pytest.approx(kl, abs=1e-5)
+    assert whole["Mean PPL(base)"].estimate == pytest.approx(math.exp(base_nll), rel=1e-5)
+    assert whole["Mean PPL(Q)"].estimate == pytest.approx(math.exp(nll), rel=1e-5)
+    assert whole["Mean PPL(Q)/PPL(base)"].estimate == pytest.approx(
+        math.exp(nll - base_nll), abs=1e-5
+    )
 
 
 @torch.no_grad()

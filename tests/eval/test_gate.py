@@ -169,7 +169,7 @@ def test_changes_within_the_noise_of_the_base_are_no_alarm() -> None:
 @pytest.mark.parametrize(
     ("rule", "found", "noise"),
     [
-        ({"max_drop": 0.02}, items(900, 900, 0, 0), items(900, 900, 20, 20)),
+        ({"max_drop": 0.02}, items(900, 900, 0, 0), items(900, 900, 30, 30)),
         ({"max": 0.01}, tokens("kl_mean", 0.001, 0.0, 0.002), tokens("kl_mean", 0.02, 0.01, 0.03)),
         ({"max": 1.01}, tokens("perplexity_ratio", 1, 1, 1),
          tokens("perplexity_ratio", 0.98, 1, 1)),
@@ -188,7 +188,7 @@ def test_a_limit_within_the_noise_cannot_be_judged(
 
 
 def test_noise_does_not_excuse_a_certain_loss() -> None:
-    noise = {"schema_valid": items(900, 900, 20, 20)}
+    noise = {"schema_valid": items(900, 900, 30, 30)}
     rules = spec(schema_valid={"max_drop": 0.02})
     assert judge(rules, measured(items(900, 900, 90, 0)), noise).exit_code == 1
 

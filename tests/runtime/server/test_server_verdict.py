@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from quant.artifact.stamp import MetricRecord, Numerics, Stamp, Verdict
+from quant.artifact.artifact import open_artifact
+from quant.artifact.errors import ArtifactError
+from quant.artifact.stamp import (
+    MetricRecord,
+    Numerics,
+    Stamp,
+    Verdict,
+    read_stamp,
+    write_stamp,
+)
 from runtime.config import ConfigError, EngineConfig
+from runtime.engine.build import build
+from runtime.server.engine_client import EngineStartError
 from runtime.server.serve import ServerConfig, serve
-from runtime.server.verdict import judge, open_for_serving, refuse_unless_accepted
+from runtime.server.verdict import (
+    judge,
+    judged_with,
+    open_for_serving,
+    refuse_unless_accepted,
+)
 
 HERE = {
     "device_class": "cpu", "compute_dtype": "float32", "kv_cache_dtype": "float32",
@@ -31,13 +49,15 @@ def test_accepted_under_the_same_numerics_needs_no_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("compute_dtype", "bfloat16"), ("kv_cache_dtype", "fp8")]
-)
+    ("name", "value"),
+    [("compute_dtype", "bfloat16"), ("kv_cache_dtype", "fp8"), ("device_class", "cuda"),
+     ("lm_head_scheme", "w8a16-channel")],
+)  # fmt: skip
 def test_other_numerics_are_named(name: str, value: str) -> None:
     verdict, warning = judge(stamp(**{name: value}), HERE, "t")
     assert verdict == "accepted"
     assert warning is not None
-    assert f"{name} {value} (here float32)" in warning
+    assert f"{name} {value} (here {HERE[name]})" in warning
 
 
 def test_another_chat_template_is_named() -> None:
@@ -61,6 +81,79 @@ def test_anything_but_accepted_warns_and_can_be_refused(verdict: Verdict) -> Non
 def test_the_stamps_own_summary_explains_the_verdict() -> None:
     judged = stamp("rejected").model_copy(update={"summary": "kl_mean is 0.3."})
     assert judge(judged, HERE, "t") == ("rejected", "kl_mean is 0.3.")
+
+
+def test_another_engine_build_is_a_remark_and_no_reason_to_refuse() -> None:
+    here = build()
+    assert {"weighbridge", "code", "torch"} <= here.keys()
+    assert len(here["code"]) == 16
+    judged = stamp().model_copy(update={"engine": here})
+    assert judged_with(judged, here) is None
+    assert judged_with(stamp(), here) is None  # stamps of version 1.0 do not say
+    other = judged.model_copy(update={"engine": {**here, "code": "0" * 16}})
+    assert judged_with(other, here) == (
+        f"judged with another engine build: code {'0' * 16} (here {here['code']})"
+    )
+    assert judge(other, HERE, "t") == ("accepted", None)
+
+
+@pytest.fixture
+def accepted(
+    dense_artifact: Callable[..., Path], tiny_model: Callable[..., Path], tmp_path: Path
+) -> Path:
+    """A copy of an artifact with a stamp that accepts its very bytes."""
+    copy = shutil.copytree(dense_artifact(tiny_model("llama")), tmp_path / "art")
+    write_stamp(copy, stamp(digest=open_artifact(copy).digest))
+    assert open_artifact(copy).stamp is not None
+    return copy
+
+
+def change_byte(path: Path, at: int = -5) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["config.json", "recipe.yaml", "tokenizer.json"])
+def test_a_changed_byte_stops_the_start(accepted: Path, name: str) -> None:
+    change_byte(accepted / name)
+    config = ServerConfig(port=0, require_accepted=True)
+    with pytest.raises(ArtifactError, match=name):
+        serve(accepted, EngineConfig(), config, lambda model, url: None)
+
+
+def test_a_changed_weight_stops_the_start(accepted: Path) -> None:
+    """One bit of one weight: sizes and headers are right, only the hash is not."""
+    change_byte(next(accepted.glob("*.safetensors")))
+    config = ServerConfig(port=0, require_accepted=True)
+    with pytest.raises((ArtifactError, ConfigError, EngineStartError), match="safetensors"):
+        serve(accepted, EngineConfig(), config, lambda model, url: None)
+
+
+def test_another_artifact_in_its_place_is_not_judged(accepted: Path) -> None:
+    """Sealed again after a change, as a second `quantize` does: sound, and no longer accepted."""
+    manifest = json.loads((accepted / "artifact.json").read_text())
+    manifest["created_by"] = "somebody else"
+    (accepted / "artifact.json").write_text(json.dumps(manifest))
+    assert open_artifact(accepted).stamp is None
+    config = ServerConfig(port=0, require_accepted=True)
+    with pytest.raises(ConfigError, match="not judged"):
+        serve(accepted, EngineConfig(), config, lambda model, url: None)
+
+
+def test_stamps_of_other_minor_versions_are_read(accepted: Path) -> None:
+    path = accepted / "gate.json"
+    newest = json.loads(path.read_text())
+    old = {k: v for k, v in newest.items() if k not in ("suites", "seeds", "engine")}
+    for content in ({**old, "format_version": "1.0"},
+                    {**newest, "format_version": "1.9", "what_comes": 1}):  # fmt: skip
+        path.write_text(json.dumps(content))
+        found = read_stamp(accepted)
+        assert found is not None
+        assert found.verdict == "accepted"
+    path.write_text(json.dumps({**newest, "what_comes": 1}))
+    with pytest.raises(ArtifactError, match="what_comes"):
+        read_stamp(accepted)
 
 
 def test_no_stamp_is_not_judged() -> None:
