@@ -48,6 +48,16 @@ def test_a_lone_row_of_a_rare_language_is_drawn() -> None:
     assert [d.weight for d in found.drawn if d.sample.lang == "de"] == [1.0]
 
 
+def test_more_strata_than_places_and_fewer_requests_than_asked_for() -> None:
+    many = samples([sample_row(5 * n + 1, source=f"source-{n}") for n in range(60)])
+    found = draw(many, 20, seed=0)
+    assert len(found.drawn) == 20
+    assert sum(d.weight for d in found.drawn) == pytest.approx(60)
+    all_of_them = draw(ROWS[:30], 150, seed=0)
+    assert len(all_of_them.drawn) == all_of_them.num_differing == 24
+    assert {d.weight for d in all_of_them.drawn} == {1.0}
+
+
 def test_the_longest_inputs_are_always_there() -> None:
     longest = [sample_row(n, messages=[{"role": "user", "content": "x" * (5000 + n)}])
                for n in (9001, 9002, 9003)]  # fmt: skip

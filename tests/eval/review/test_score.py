@@ -106,6 +106,25 @@ def test_gains_of_the_candidate_count() -> None:
     assert found.result == "accepted"
 
 
+def test_weights_by_hand() -> None:
+    """Ten of weight 1 prefer the candidate, ten of weight 3 the base: (10 - 30) / 40, halved."""
+    key = make_key(20, num_requests=80)
+    weights = {e.id: 1.0 if n < 10 else 3.0 for n, e in enumerate(key.entries[:20])}
+    entries = [e.model_copy(update={"weight": weights.get(e.id, 0.0)}) for e in key.entries]
+    key = key.model_copy(update={"entries": entries})
+
+    def say(n: int, entry: KeyEntry) -> Rating:
+        light = n < 10
+        return prefer(entry, "candidate" if light else "base", fault=None if light else "candidate")
+
+    found = score(key, Rules(), [rater(key, say)])
+    assert found.preference is not None
+    assert found.faults is not None
+    assert found.preference.net.estimate == pytest.approx(-0.25)
+    assert found.faults.new.estimate == pytest.approx(0.375)
+    assert found.num_effective == pytest.approx(40**2 / (10 + 90))
+
+
 def test_the_interval_is_that_of_a_mean() -> None:
     key = make_key(200)
     found = score(key, Rules(), [rater(key, lambda n, e: prefer(e, ("candidate", "base")[n % 2]))])
