@@ -113,7 +113,7 @@ class MetricRule(StratumRule):
 
     domains: also reject when the metric certainly breaks the limit within one domain.
     if_measured: judge only where the suite's checks give the metric; else its absence is an error.
-    strata: stratum ("lang:zh", "length:2k-4k", or "source:*" for each of its kind) to its rule.
+    strata: stratum ("lang:zh", "length:2-4k", or "source:*" for each of its kind) to its rule.
     """
 
     domains: bool = False
