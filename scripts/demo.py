@@ -32,18 +32,27 @@ from quant.artifact.errors import ArtifactError
 from quant.artifact.stamp import Stamp, read_stamp
 
 RECIPES = ("w4a16", "w8a8")
-# Small enough for two CPU cores: a real run calibrates on what the recipe says and judges by at
-# least the gate's defaults, which leave less undecided.
+# Small enough for two CPU cores: a real run calibrates on what the recipe says. It judges by the
+# gate's own amounts; fewer items would leave most of it undecided.
 CALIBRATION = ["--samples", "12", "--max-tokens", "512"]
 ADAPTER = "business"
-JUDGEMENT = ["--items", "40", "--windows", "24"]
 EXIT_ACCEPTED, EXIT_REJECTED, EXIT_INCONCLUSIVE = 0, 1, 3
 START_TIMEOUT_S = 120
 
-CLAUSE = (
-    "The Supplier shall deliver the goods within 30 days of the order date. If delivery is late, "
-    "the Customer may cancel the order and receive a full refund."
+# Neither text is in the data that the adapter was trained on.
+EXTRACT = (
+    "Extract from the contract as JSON: party_a, party_b, effective_date (YYYY-MM-DD), "
+    "governing_law. Answer with JSON only."
 )
+CONTRACT = (
+    "This Agreement is made on 4 May 2026 between Northwind Tools Ltd (the Supplier) and "
+    "Blue Harbour Foods GmbH (the Buyer). It is governed by the laws of Ireland."
+)
+CLASSIFY = (
+    "Classify the message as JSON: intent (refund, order_status, address_change, complaint, "
+    "technical_help, invoice, cancellation or booking), order_id. Answer with JSON only."
+)
+LETTER = "Where is my parcel? Order NX-204816 should have come last week."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +86,7 @@ def greet(console: Console, model: Path) -> None:
         Panel(
             f"Model      {model.name} with the adapter {ADAPTER!r}\n"
             "Job        calibrate on contracts, pack to 4 bit, weigh against the original, serve\n"
-            "Machine    no GPU needed; some minutes on two cores",
+            "Machine    no GPU needed; a quarter of an hour on two cores",
             title="Weighbridge demo",
             expand=False,
         )
@@ -136,7 +145,7 @@ def is_intact(artifact: Path) -> bool:
 
 
 def judge(console: Console, recipe: str, artifact: Path, original: Path) -> Candidate:
-    code = run(console, ["evaluate", str(artifact), "--base", str(original), *JUDGEMENT])
+    code = run(console, ["evaluate", str(artifact), "--base", str(original)])
     if code not in (EXIT_ACCEPTED, EXIT_REJECTED, EXIT_INCONCLUSIVE):
         sys.exit(f"error: evaluate ended with exit code {code}")
     return Candidate(recipe=recipe, path=artifact, exit_code=code, stamp=read_stamp(artifact))
@@ -190,23 +199,20 @@ def serve_and_chat(console: Console, chosen: Candidate) -> None:
 def chat(console: Console, client: OpenAI) -> None:
     """One plain and one streamed answer through the official client."""
     model = client.models.list().data[0].id
-    question = "What is a contract? Answer in one sentence."
-    console.print(f"\n[bold]plain[/]     {question}")
+    messages = [
+        {"role": "system", "content": EXTRACT},
+        {"role": "user", "content": CONTRACT},
+    ]
+    console.print(f"\n[bold]plain[/]     {EXTRACT}\n          {CONTRACT}")
     answer = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": question}],
-        max_tokens=64,
-        temperature=0,
+        model=model, messages=messages, max_tokens=96, temperature=0
     )
-    console.print(f"[cyan]{(answer.choices[0].message.content or '').strip()}[/]", markup=True)
-    task = f"Explain this clause in simple words: {CLAUSE}"
-    console.print(f"\n[bold]streamed[/]  {task}")
+    said = (answer.choices[0].message.content or "").strip()
+    console.print(said, style="cyan", markup=False)
+    messages = [{"role": "system", "content": CLASSIFY}, {"role": "user", "content": LETTER}]
+    console.print(f"\n[bold]streamed[/]  {CLASSIFY}\n          {LETTER}")
     stream = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": task}],
-        max_tokens=96,
-        temperature=0,
-        stream=True,
+        model=model, messages=messages, max_tokens=64, temperature=0, stream=True
     )
     for chunk in stream:
         if chunk.choices and chunk.choices[0].delta.content:

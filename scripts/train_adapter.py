@@ -35,6 +35,7 @@ from adapter_answers import ask, grade, prompt_ids, table  # noqa: E402
 from adapter_data import Batch, Chunks, batches  # noqa: E402
 from adapter_model import LoraLlama, load_base, save_adapter  # noqa: E402
 
+from calib_data.banks import Lang  # noqa: E402
 from calib_data.generate import Row, extraction_items  # noqa: E402
 from calib_data.records import seeded  # noqa: E402
 from calib_data.tools import tool_item  # noqa: E402
@@ -196,10 +197,10 @@ def gate_rows(count: int) -> list[Row]:
     """Gate tasks, the shipped suite first, and one tool task for each eight of them."""
     rows = list(extraction_items(count, GATE_SEED, half="gate"))
     for index in range(count // 8):
-        lang = "zh" if index % 5 == 4 else "en"
+        lang: Lang = "zh" if index % 5 == 4 else "en"
         item = tool_item(seeded(GATE_SEED, "gate", "tools", index), "gate", lang)
-        rows.append({"id": f"gate-tools-{index:05d}", "task": "tool_call", "lang": lang,
-                     "messages": item.messages, "gold": item.answer})  # fmt: skip
+        row: Row = {"id": f"gate-tools-{index:05d}", "task": "tool_call", "lang": lang}
+        rows.append(row | {"messages": item.messages, "gold": item.answer})
     return rows
 
 
