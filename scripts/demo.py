@@ -86,7 +86,7 @@ def greet(console: Console, model: Path) -> None:
         Panel(
             f"Model      {model.name} with the adapter {ADAPTER!r}\n"
             "Job        calibrate on contracts, pack to 4 bit, weigh against the original, serve\n"
-            "Machine    no GPU needed; a quarter of an hour on two cores",
+            "Machine    no GPU needed; takes its time on two cores",
             title="Weighbridge demo",
             expand=False,
         )
