@@ -39,12 +39,20 @@ def share_of_limit(value: float, unit: str, limit: Mapping[str, Any]) -> float |
     return (value - none) / (most - none) if most > none else None
 
 
+def measurement_of(finding: Mapping[str, Any], measured: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What report.json's finding judged: a metric as a whole or within one of its domains."""
+    whole: Mapping[str, Any] = measured[finding["metric"]]
+    stratum = finding.get("stratum")
+    part: Mapping[str, Any] = whole["domains"][stratum] if stratum else whole
+    return part
+
+
 def bars(findings: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> list[Bar]:
     """The findings that can be drawn, from report.json's values."""
     found = []
     for finding in findings:
-        m = measured.get(finding["metric"])
-        if m is None or m["estimate"] is None:
+        m = measurement_of(finding, measured)
+        if m["estimate"] is None:
             continue
         ends = [_end(m[end], m["unit"], finding["limit"]) for end in ("lower", "upper")]
         estimate = share_of_limit(m["estimate"], m["unit"], finding["limit"])

@@ -101,14 +101,15 @@ def worst(data: Mapping[str, Any]) -> list[str]:
     measured = data["measurements"]
 
     def beyond(finding: Mapping[str, Any]) -> float:
-        m = measured[finding["metric"]]
+        m = charts.measurement_of(finding, measured)
         share = None
         if m["estimate"] is not None:
             share = charts.share_of_limit(m["estimate"], m["unit"], finding["limit"])
         return -1e9 if share is None else -share
 
     broken = [f for f in data["findings"] if f["outcome"] == "fail"]
-    return [_in_words(f, measured[f["metric"]]) for f in sorted(broken, key=beyond)[:WORST]]
+    ranked = sorted(broken, key=beyond)[:WORST]
+    return [_in_words(f, charts.measurement_of(f, measured)) for f in ranked]
 
 
 def _in_words(finding: Mapping[str, Any], m: Mapping[str, Any]) -> str:
@@ -120,7 +121,7 @@ def _in_words(finding: Mapping[str, Any], m: Mapping[str, Any]) -> str:
 
 
 def _row(finding: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, str]:
-    m = measured[finding["metric"]]
+    m = charts.measurement_of(finding, measured)
     kind, limit = next(
         (k, v) for k, v in finding["limit"].items() if k in ("max", "min", "max_drop")
     )

@@ -49,7 +49,8 @@ def measurement(unit: str, estimate: float, lower: float | None, upper: float | 
 def finding(metric: str, label: str, outcome: str, limit: dict[str, Any], **more: Any) -> Any:
     return {
         "metric": metric, "label": label, "outcome": outcome, "required": True, "limit": limit,
-        "reason": f"{label}: as measured", "num_needed": None, "regression_suspected": False,
+        "reason": f"{label}: as measured", "stratum": "", "num_needed": None,
+        "regression_suspected": False,
         **more,
     }  # fmt: skip
 
@@ -59,7 +60,9 @@ def data() -> dict[str, Any]:
     """An evaluation that broke two limits of four, one question open, one of the guards."""
     schema = measurement("drop", 0.16, 0.124, 0.192) | {
         "label": "Schema valid", "base": 0.98, "candidate": 0.82, "num_items": 400, "lost": 64,
-        "gained": 0, "mcnemar_p": 1e-9, "domains": {"lang:zh": measurement("drop", 0.3, 0.2, 0.4)},
+        "gained": 0, "mcnemar_p": 1e-9, 
+        "domains": {"lang:zh": measurement("drop", 0.3, 0.2, 0.4),
+                    "lang:en": measurement("drop", 0.1, 0.0, 0.2)},
     }  # fmt: skip
     return {
         "format_version": "1.1", "verdict": "rejected", "exit_code": 1, "summary": "It lost much.",
@@ -78,6 +81,8 @@ def data() -> dict[str, Any]:
             finding("kl_mean", "Mean KLD", "fail", {"max": 0.05}),
             finding("schema_valid", "Schema valid", "fail", {"max_drop": 0.02},
                     regression_suspected=True),
+            finding("schema_valid", "Schema valid in lang:zh", "fail", {"max_drop": 0.05},
+                    stratum="lang:zh"),
             finding("field_f1", "Field F1", "inconclusive", {"max_drop": 0.05}),
             finding("json_valid", "JSON valid", "inconclusive", {"max_drop": 0.05},
                     required=False),
@@ -132,7 +137,9 @@ def test_the_first_screen_says_what_matters(data: dict[str, Any]) -> None:
                                            "98.0% → 82.0%", "Every metric")]  # fmt: skip
     assert order == sorted(order)
     assert [badge.state for badge in badges(data)] == ["fail", "fail", "none"]
-    assert [line.partition(":")[0] for line in worst(data)] == ["Schema valid", "Mean KLD"]
+    assert [line.partition(":")[0] for line in worst(data)] == [
+        "Schema valid", "Schema valid in lang", "Mean KLD"
+    ]  # fmt: skip
 
 
 def test_people_have_the_third_badge(data: dict[str, Any]) -> None:
@@ -158,10 +165,12 @@ def test_losses_are_drawn_in_shares_of_their_limit(
 
 def test_the_forest_has_an_interval_where_there_is_one(data: dict[str, Any]) -> None:
     lines = bars(data["findings"], data["measurements"])
-    assert [(bar.lower is None) for bar in lines] == [False, False, False, True, False]
+    assert [(bar.lower is None) for bar in lines] == [
+        False, False, False, False, True, False
+    ]  # fmt: skip
     picture = forest(lines)
-    assert picture.count('class="whisker') == 4
-    assert picture.count('class="dot') == 5
+    assert picture.count('class="whisker') == 5
+    assert picture.count('class="dot') == 6
 
 
 def test_an_interval_of_a_share_keeps_its_order() -> None:
@@ -200,12 +209,13 @@ def test_junit_is_read_by_a_consumer(data: dict[str, Any], tmp_path: Path) -> No
     path = tmp_path / "junit.xml"
     path.write_text(pages(data)["junit.xml"], encoding="utf-8")
     [suite] = JUnitXml.fromfile(str(path))
-    assert (suite.tests, suite.failures, suite.skipped, suite.errors) == (6, 3, 1, 0)
+    assert (suite.tests, suite.failures, suite.skipped, suite.errors) == (7, 4, 1, 0)
     results = {case.name: [r.type for r in case.result] for case in suite}
     assert results["perplexity_ratio"] == []
     assert results["schema_valid"] == ["rejected"]
     assert results["field_f1"] == ["inconclusive"]
-    assert results["schema_valid[lang:zh]"] == []
+    assert results["schema_valid[lang:zh]"] == ["rejected"]
+    assert results["schema_valid[lang:en]"] == []
 
 
 def test_the_summary_fits_a_comment(data: dict[str, Any]) -> None:
