@@ -25,7 +25,7 @@ TEXT_FILE = "text.jsonl"
 ROLES = ("system", "user", "assistant", "tool")
 # A row of tasks has one of these three; the last is the older shape of extraction.jsonl.
 _SHAPES = ("checks", "turns", "schema")
-_KEYS = {"id", "doc", "source", "lang", "task", "gold", "max_tokens"}
+_KEYS = {"id", "doc", "source", "lang", "task", "gold", "max_tokens", "golden"}
 
 
 class Row(Protocol):
@@ -66,7 +66,8 @@ class TaskItem:
     doc: the document or dialog it was made from; items of one doc are not independent. messages:
     [{"role", "content"}, ...], for a later turn of a dialog only those since the last answer.
     tools: declarations for the chat template, or None. gold: a right answer to show, or None.
-    max_tokens: the row's own limit, or None. follows: the id of the turn before this one; its
+    max_tokens: the row's own limit, or None. golden: no answer of it that the base gets right may
+    be lost. follows: the id of the turn before this one; its
     conversation, with the model's own answer, stands before `messages`.
     """
 
@@ -80,6 +81,7 @@ class TaskItem:
     gold: Any = None
     max_tokens: int | None = None
     follows: str | None = None
+    golden: bool = False
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -300,7 +302,15 @@ def _item(row: dict[str, Any], named: dict[str, str], follows: str | None = None
         gold=row.get("gold", _gold_of(checks)),
         max_tokens=limit,
         follows=follows,
+        golden=_golden(row),
     )
+
+
+def _golden(row: dict[str, Any]) -> bool:
+    golden = row.get("golden", False)
+    if not isinstance(golden, bool):
+        raise ValueError(f"expected 'golden' to be true or false, found {golden!r}")
+    return golden
 
 
 def _turns(row: dict[str, Any], named: dict[str, str]) -> tuple[TaskItem, ...]:
@@ -309,10 +319,10 @@ def _turns(row: dict[str, Any], named: dict[str, str]) -> tuple[TaskItem, ...]:
         if not isinstance(turn, dict):
             raise ValueError(f"turn {number}: expected an object, found {turn!r}")
         try:
-            _only(turn, "messages", "checks", "gold", "max_tokens")
+            _only(turn, "messages", "checks", "gold", "max_tokens", "golden")
             last = items[-1].id if items else None
             item = _item(
-                {"max_tokens": row.get("max_tokens"), **turn},
+                {"max_tokens": row.get("max_tokens"), "golden": row.get("golden", False), **turn},
                 {**named, "id": f"{named['id']}#{number + 1}"},
                 last,
             )
@@ -335,7 +345,8 @@ def _extraction(row: dict[str, Any], named: dict[str, str]) -> TaskItem:
         ]
     )
     _require_possible(checks)
-    return TaskItem(**{**named, "messages": _messages(row), "checks": checks, "gold": row["gold"]})
+    asked = {"messages": _messages(row), "checks": checks, "gold": row["gold"]}
+    return TaskItem(**{**named, **asked, "golden": _golden(row)})
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, str]]:

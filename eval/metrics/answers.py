@@ -114,7 +114,13 @@ def _measurement(
     metric = TASK_METRICS[name]
     num_failed = sum(pair.candidate.failed for pair in pairs)
     if metric.rate is None:
-        return _pass_or_fail(name, rows, num_failed, sampling)
+        found = _pass_or_fail(name, rows, num_failed, sampling)
+        lost = (
+            pair.item.id
+            for pair, row in zip(pairs, rows, strict=True)
+            if pair.item.golden and row.base[0] == 1 and row.candidate[0] != 1
+        )
+        return replace(found, golden_lost=tuple(lost) if metric.kept is None else ())
     return _graded(name, rows, num_failed, sampling, metric.rate)
 
 
