@@ -22,13 +22,10 @@ from quant.artifact.overlap import (
     find_sketched_leaks,
     num_checkable,
     sketch_covers,
-    telling_ids,
+    text_of_row,
 )
 
 _SHOWN = 5
-# Keys that hold no text of the document: names, and what is the same in every row of a task.
-_NO_TEXT = frozenset({"id", "doc", "source", "lang", "task", "schema", "critical", "role", "kind",
-                      "tools", "gold", "checks"})  # fmt: skip
 _COVERED = 0.99
 
 
@@ -120,7 +117,7 @@ def read_texts(path: Path) -> Iterator[Text]:
         with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _text(f"{path.name}:{number}", _row(line, f"{path}:{number}"))
+                    yield text_of_row(f"{path.name}:{number}", _row(line, f"{path}:{number}"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -135,33 +132,3 @@ def _row(line: str, where: str) -> Mapping[str, Any]:
     if not isinstance(row, dict):
         raise UsageError(f"{where}: expected a JSON object")
     return row
-
-
-def _text(where: str, row: Mapping[str, Any]) -> Text:
-    ids = [row[key] for key in ("id", "doc") if isinstance(row.get(key), str)]
-    gold = [row.get("gold"), *(c.get("gold") for c in _checks(row))]
-    document = row.get("doc")
-    return Text(
-        where=f"{where} ({ids[0]})" if ids else where,
-        content="\n".join(_strings({k: v for k, v in row.items() if k not in _NO_TEXT})),
-        ids=telling_ids(*ids),
-        values=tuple(value for answer in gold for value in _strings(answer)),
-        group=document if isinstance(document, str) else "",
-    )
-
-
-def _checks(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    checks = row.get("checks")
-    return [c for c in checks if isinstance(c, dict)] if isinstance(checks, list) else []
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if key not in _NO_TEXT:
-                yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)

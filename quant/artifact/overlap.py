@@ -15,10 +15,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import re
-import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -26,6 +24,8 @@ from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
+
+from quant.artifact.text_runs import U64, ngrams, normalised, rolling, tokens
 
 RUN = 10
 COMMON = 5
@@ -42,17 +42,8 @@ _SMALLEST_KEEP = 4
 _CHUNK_ROWS = 2048
 _FILTER_BITS = 24
 
-U64 = NDArray[np.uint64]
 # Row -> (gate document, sign).
 _Found = dict[int, tuple[int, str]]
-
-_UNSPACED = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
-)
-_TOKEN = re.compile(f"[{_UNSPACED}]|[^\\W_{_UNSPACED}]+")
-_ASCII_TOKEN = re.compile(r"[a-z0-9]+")
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_SHIFT = np.uint64(29)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,33 +82,40 @@ class Sketch:
     ids: frozenset[str]
 
 
-def normalised(text: str) -> str:
-    """Compatibility forms, case and white space made equal."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", text)
-    return " ".join(text.casefold().split())
+# Keys of a row that hold no text of its document: names, and what is the same in a whole task.
+_NO_TEXT = frozenset({"id", "doc", "source", "lang", "task", "schema", "critical", "role", "kind",
+                      "tools", "gold", "checks", "golden"})  # fmt: skip
 
 
-def tokens(text: str) -> list[str]:
-    """Words, and single characters of unspaced scripts, of normalised text."""
-    return (_ASCII_TOKEN if text.isascii() else _TOKEN).findall(text)
+def text_of_row(where: str, row: Mapping[str, Any]) -> Text:
+    """A JSONL row of calibration data or of a suite, whatever its shape."""
+    names = [row[key] for key in ("id", "doc") if isinstance(row.get(key), str)]
+    gold = [row.get("gold"), *(check.get("gold") for check in _checks(row))]
+    document = row.get("doc")
+    return Text(
+        where=f"{where} ({names[0]})" if names else where,
+        content="\n".join(_strings({k: v for k, v in row.items() if k not in _NO_TEXT})),
+        ids=telling_ids(*names),
+        values=tuple(value for answer in gold for value in _strings(answer)),
+        group=document if isinstance(document, str) else "",
+    )
 
 
-def ngrams(text: str, size: int) -> U64:
-    """Sorted distinct hashes of all runs of `size` tokens; of the whole when it is shorter."""
-    found = tokens(text) or [text]
-    words = np.fromiter((crc32(t.encode()) for t in found), np.uint64, len(found))
-    *_, value = _rolling(words, min(size, len(words)))
-    return np.unique(value)
+def _checks(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    checks = row.get("checks")
+    return [c for c in checks if isinstance(c, Mapping)] if isinstance(checks, list) else []
 
 
-def _rolling(words: U64, size: int) -> Iterator[U64]:
-    """Hashes of all runs of 1, 2, ... size words; run i begins at word i."""
-    value = np.zeros(len(words), np.uint64)
-    for i in range(size):
-        value = value[: len(words) - i] * _MULTIPLIER + words[i:]
-        value ^= value >> _SHIFT
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
         yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if key not in _NO_TEXT:
+                yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
 
 
 def telling_ids(*names: Any) -> frozenset[str]:
@@ -271,7 +269,7 @@ def _hash_rows(texts: Sequence[str], longest: int) -> _Hashed:
     words = np.array(codes, dtype=np.uint64)
     row = np.repeat(np.arange(len(texts)), lengths)
     return _Hashed(
-        hashes=list(_rolling(words, min(longest, len(words)))),
+        hashes=list(rolling(words, min(longest, len(words)))),
         row=row,
         lengths=np.array(lengths, dtype=np.int64),
     )
@@ -367,7 +365,7 @@ class _Index:
 
 def _whole(words: Sequence[str]) -> np.uint64:
     codes = np.fromiter((crc32(w.encode()) for w in words), np.uint64, len(words))
-    *_, value = _rolling(codes, len(codes))
+    *_, value = rolling(codes, len(codes))
     return np.uint64(value[0])
 
 

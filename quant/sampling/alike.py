@@ -7,19 +7,13 @@ so Chinese and English are treated alike. Broder, "On the resemblance and contai
 
 from __future__ import annotations
 
-import re
-import unicodedata
-from zlib import crc32
-
 import numpy as np
 from numpy.typing import NDArray
 
+from quant.artifact.text_runs import U64, ngrams
+
 PERMUTATIONS = 128
 _SHINGLE = 3
-_UNSPACED = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
-)
-_TOKEN = re.compile(f"[{_UNSPACED}]|[^\\W_{_UNSPACED}]+")
 _CHUNK = 4096
 _MAX_ROUNDS = 64
 _random = np.random.Generator(np.random.PCG64(20260101))
@@ -28,32 +22,7 @@ _A = (
 ) | np.uint64(1)
 _B = _random.integers(0, 1 << 63, PERMUTATIONS, dtype=np.uint64)
 
-U64 = NDArray[np.uint64]
 Signatures = NDArray[np.uint16]
-
-
-def normalised(text: str) -> str:
-    """Compatibility forms, case and white space made equal."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", text)
-    return " ".join(text.casefold().split())
-
-
-def tokens(text: str) -> list[str]:
-    """Words, and single characters of unspaced scripts, of normalised text."""
-    return _TOKEN.findall(text)
-
-
-def ngrams(text: str, size: int) -> U64:
-    """Sorted distinct hashes of all runs of `size` tokens; of the whole when it is shorter."""
-    found = tokens(text) or [text]
-    words = np.fromiter((crc32(t.encode()) for t in found), np.uint64, len(found))
-    size = min(size, len(words))
-    value = np.zeros(len(words) - size + 1, np.uint64)
-    for i in range(size):
-        value = value * np.uint64(0x9E3779B97F4A7C15) + words[i : i + len(value)]
-        value ^= value >> np.uint64(29)
-    return np.unique(value)
 
 
 def shingles(text: str) -> U64:

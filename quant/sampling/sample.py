@@ -20,12 +20,12 @@ import numpy as np
 
 from quant.artifact.durable import write_file
 from quant.artifact.redact import redact, secrets
+from quant.artifact.text_runs import normalised
 from quant.errors import CalibrationError
 from quant.sampling.alike import (
     PERMUTATIONS,
     jaccard,
     near_duplicates,
-    normalised,
     shingles,
     signature,
 )

@@ -8,14 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quant.artifact.text_runs import ngrams, normalised, tokens
 from quant.sampling.alike import (
     jaccard,
     near_duplicates,
-    ngrams,
-    normalised,
     shingles,
     signature,
-    tokens,
 )
 
 

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quant.artifact.text_runs import normalised
 from quant.calibration_rows import RowCounts, read_rows
 from quant.cli import main
 from quant.errors import CalibrationError
-from quant.sampling.alike import jaccard, normalised, shingles
+from quant.sampling.alike import jaccard, shingles
 from quant.sampling.leakage import read_gate
 from quant.sampling.records import calibration_row
 from quant.sampling.sample import SampleSettings, draw_sample
