@@ -47,8 +47,8 @@ METRICS: dict[str, MetricInfo] = {
     "kl_mean": MetricInfo(label="Mean KLD", limit="max"),
     "kl_p99": MetricInfo(label="99.0% KLD", limit="max"),
     "top1_agreement": MetricInfo(label="Same top p", limit="min"),
-    "load_text_agreement": MetricInfo(label="Same text under load", limit="min"),
-    "load_check_agreement": MetricInfo(label="Same checks under load", limit="min"),
+    "load_text_agreement": MetricInfo(label="Same text, load", limit="min"),
+    "load_check_agreement": MetricInfo(label="Same under load", limit="min"),
     **{
         name: MetricInfo(label=m.label, limit="max_drop", by_item=m.shape != "rate")
         for name, m in TASK_METRICS.items()
