@@ -46,6 +46,16 @@ def test_the_answers_lie_on_the_sides_that_the_key_says(tmp_path: Path) -> None:
     assert kinds == {"request": 40, "identical": 2, "planted": 2}
 
 
+def test_the_order_says_nothing(tmp_path: Path) -> None:
+    """Controls stand anywhere, and in other places in another pack of the same draw."""
+    places = []
+    for name in ("one", "two", "three"):
+        _, key = opened(packed(tmp_path / name))
+        places.append([n for n, e in enumerate(key.entries) if e.kind != "request"])
+    assert len({tuple(place) for place in places}) == 3
+    assert any(place != [40, 41, 42, 43] for place in places)
+
+
 def test_sides_are_balanced_and_do_not_follow_from_the_seed(tmp_path: Path) -> None:
     sides = []
     for name in ("one", "two"):

@@ -181,6 +181,13 @@ def test_bounds_of_equal_weights_are_those_of_the_count() -> None:
         assert found.lower == clopper_pearson_lower(hits, trials)
 
 
+def test_bounds_of_unequal_weights_are_rounded_outward() -> None:
+    """1 of 7 in 49 / 19 = 2.6 effective trials: between 0 and 1 hits of 2."""
+    found = share_bounds([1.0, 3.0, 3.0], [True, False, False], 0.95)
+    assert found.estimate == pytest.approx(1 / 7)
+    assert (found.lower, found.upper) == (0, clopper_pearson_upper(1, 2))
+
+
 def test_bounds_of_weighted_items_hold() -> None:
     """Weights 1 and 6, faults in 2 % and 8 %: the bounds cover the truth as often as they say."""
     chance = np.random.default_rng(5)
