@@ -22,6 +22,7 @@ from eval import (
     cli_plan,
     cli_report,
     cli_review,
+    cli_self_test,
 )
 from eval.amounts import Amounts
 from eval.errors import EvaluationError
@@ -107,7 +108,9 @@ HELP = (
 )
 EPILOG = (
     "[bold]Other commands[/] (each has its own --help):\n\n"
-    "evaluate plan   how many items your margins need, and what yours can show\n\n"
+    "evaluate plan        how many items your margins need, and what yours can show\n\n"
+    "evaluate self-test   whether the gate, on your data, accepts the base and rejects planted "
+    "defects\n\n"
     "[bold]Exit codes:[/] 0 accepted, 1 rejected, 2 wrong usage, 3 inconclusive (the report says "
     "how many items would decide), 4 could not judge (damaged artifact, base that does not fit, "
     "NaN, nothing scored, gate data that also calibrated).\n\n"
@@ -317,6 +320,9 @@ app.command(cli_blame.NAME, help=cli_blame.HELP, epilog=cli_blame.EPILOG)(cli_bl
 app.command(cli_compare.NAME, help=cli_compare.HELP, epilog=cli_compare.EPILOG)(cli_compare.command)
 app.command(cli_lm_eval.NAME, help=cli_lm_eval.HELP, epilog=cli_lm_eval.EPILOG)(cli_lm_eval.command)
 app.command("report")(cli_report.report)
+app.command(cli_self_test.NAME, help=cli_self_test.HELP, epilog=cli_self_test.EPILOG)(
+    cli_self_test.command
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

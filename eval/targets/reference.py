@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -184,6 +185,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
         raise TargetError(
             f"the base {checkpoint.name} has no usable tokenizer: {_first_line(error)}"
         ) from error
+
+
+def load_weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """config.json's content and all tensors in float32, under checkpoint names; as ReferenceTarget
+    computes with them, whatever the file held. Raises TargetError as it does."""
+    model = _load_model(checkpoint, "cpu")
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    return {**config, "architectures": [type(model).__name__]}, model.state_dict()
 
 
 def _first_line(error: Exception) -> str:
