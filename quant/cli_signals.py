@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -44,7 +44,7 @@ def raised_signals() -> Iterator[Ending]:
         yield ending  # signals are the main thread's
         return
     heard = [number for number in _RAISED if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, _raiser(ending)) for number in heard}
+    before = {number: signal.signal(number, _raiser(ending, heard)) for number in heard}
     try:
         yield ending
     finally:
@@ -52,9 +52,9 @@ def raised_signals() -> Iterator[Ending]:
             signal.signal(number, handler)
 
 
-def _raiser(ending: Ending) -> Callable[[int, FrameType | None], Any]:
+def _raiser(ending: Ending, heard: Sequence[int]) -> Callable[[int, FrameType | None], Any]:
     def answer(number: int, frame: FrameType | None) -> None:
-        for each in _RAISED:
+        for each in heard:
             signal.signal(each, signal.SIG_DFL)
         ending.code = 128 + number
         raise _RAISED[number]

@@ -126,7 +126,7 @@ def train(
     )
     total, progress = said.steps, Progress()
     began = saved = measured = time.monotonic()
-    deadline = BEGAN + said.seconds - said.reserve
+    deadline = math.inf if said.steps else BEGAN + said.seconds - said.reserve
     recent: list[torch.Tensor] = []
     for step in itertools.count():
         if step == MEASURED_STEPS[0]:

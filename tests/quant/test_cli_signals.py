@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -27,6 +27,14 @@ def accusing() -> None:
         signal.pause()
     except BaseException as error:
         raise SourceError("the checkpoint is damaged") from error
+
+
+@pytest.fixture(autouse=True)
+def started_in_the_foreground() -> Iterator[None]:
+    """A shell has what it starts in the background ignore SIGINT, these tests too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

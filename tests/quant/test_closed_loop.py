@@ -54,8 +54,9 @@ def command(
     def make(gates: dict[str, Any]) -> tuple[object, ...]:
         (tmp_path / "gates.yaml").write_text(json.dumps(gates))
         return (
-            "--recipe", tmp_path / "recipe.yaml", "--model", tiny_model(), "--calib",
-            calibration_file, "--out", tmp_path / "art", "--until-accepted",
+            "--recipe", tmp_path / "recipe.yaml",
+            "--model", tiny_model(max_position_embeddings=2048), "--calib", calibration_file,
+            "--out", tmp_path / "art", "--until-accepted",
             tmp_path / "gates.yaml", "--gate-command", f"{sys.executable} {tmp_path / 'gate.py'}",
         )  # fmt: skip
 

@@ -98,7 +98,7 @@ def test_a_shard_that_lost_bytes_is_not_committed(out: Path) -> None:
 def test_another_jobs_staging_is_refused_or_restarted(out: Path) -> None:
     with writer(out) as first:
         first.write_shard(0, SHARD)
-    with pytest.raises(StorageError, match=r"differs in: recipe \(.*, now y\), seed \(None"):
+    with pytest.raises(StorageError, match=r"differs in: recipe \(.*, now y\), seed \(not given"):
         writer(out, job={"recipe": "y", "seed": 1})
     with writer(out) as same:
         assert same.committed == {0}
