@@ -58,7 +58,8 @@ def bars(findings: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> 
         estimate = share_of_limit(m["estimate"], m["unit"], finding["limit"])
         if estimate is None:
             continue
-        low, high = sorted(ends, key=_order) if None not in ends else (None, None)
+        known = [end for end in ends if end is not None]
+        low, high = (min(known), max(known)) if len(known) == len(ends) else (None, None)
         found.append(
             Bar(
                 label=finding["label"], outcome=finding["outcome"], estimate=estimate,
@@ -66,10 +67,6 @@ def bars(findings: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> 
             )
         )  # fmt: skip
     return found
-
-
-def _order(value: float | None) -> float:
-    return -math.inf if value is None else value
 
 
 def _end(value: float | None, unit: str, limit: Mapping[str, Any]) -> float | None:
