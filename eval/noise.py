@@ -22,7 +22,7 @@ from eval.metrics.divergence import WindowScores
 from eval.progress import Progress
 from eval.stats import Sampling
 from eval.targets.base import Advance, Answer, Prompt
-from eval.targets.reference import BATCH_SIZE, ReferenceTarget
+from eval.targets.reference import ReferenceTarget
 from eval.windows import Window
 from eval.workload import Workload
 from runtime.text import TextProcessor
@@ -60,7 +60,7 @@ def measure_noise(
     progress.stage("noise floor", len(items))
 
     def alone(prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
-        return reference.generate(prompts, stop_ids, advance, batch_size=1)
+        return reference.generate(prompts, stop_ids, advance, together=False)
 
     part = replace(workload, items=tuple(item for _, item in items))
     asked = ask_all(part, text, alone, reference.choose, progress.advance)
@@ -81,7 +81,7 @@ def measure_noise(
     return Noise(
         measurements=found,
         note=f"Noise floor (the base against itself, one at a time instead of in batches of "
-        f"{BATCH_SIZE}): {changed} of {len(items)} answers differ; mean KLD "
+        f"{reference.limits.rows}): {changed} of {len(items)} answers differ; mean KLD "
         f"{found['kl_mean'].estimate:.1e}, same top p {found['top1_agreement'].estimate:.1%} on "
         f"{found['kl_mean'].num_scored} tokens.",
     )

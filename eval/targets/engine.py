@@ -17,6 +17,9 @@ from runtime.request import FinishReason, Request, RequestError, SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
+# More would fill a step no better, and an interrupted run would lose more.
+_CHOSEN_AT_ONCE = 16
+
 _FINISHES: dict[FinishReason, Finish] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -99,22 +102,32 @@ class EngineTarget:
     def choose(
         self, prompts: Sequence[Prompt], advance: Advance, keep: Keep = forget
     ) -> list[Answer]:
-        """Log-likelihoods of the choices, a prompt's choices together."""
-        answers = []
-        for index, prompt in enumerate(prompts):
-            whole = [(*prompt.token_ids, *choice) for choice in prompt.choices]
-            try:
-                scores = self.engine.score([ScoreItem(token_ids=ids) for ids in whole])
-            except RequestError as error:
-                raise EvaluationError(f"the engine refused prompt {index}: {error}") from error
-            found = tuple(
-                -sum(score.nll[-len(choice) :])
-                for score, choice in zip(scores, prompt.choices, strict=True)
-            )
-            answers.append(Answer(token_ids=(), finish="stop", choice_logprobs=found))
-            keep(index, answers[-1])
-            advance(1)
+        """Log-likelihoods of the choices, the choices of a few prompts together."""
+        answers: list[Answer] = []
+        for start in range(0, len(prompts), _CHOSEN_AT_ONCE):
+            for prompt, found in zip(*self._chosen(prompts, start), strict=True):
+                scores = [
+                    -sum(nll[-len(choice) :])
+                    for nll, choice in zip(found, prompt.choices, strict=True)
+                ]
+                answers.append(Answer(token_ids=(), finish="stop", choice_logprobs=tuple(scores)))
+                keep(len(answers) - 1, answers[-1])
+                advance(1)
         return answers
+
+    def _chosen(
+        self, prompts: Sequence[Prompt], start: int
+    ) -> tuple[list[Prompt], list[list[list[float]]]]:
+        """The next few prompts, and per choice of each the NLL of prompt and choice."""
+        part = list(prompts[start : start + _CHOSEN_AT_ONCE])
+        items = [ScoreItem(token_ids=(*p.token_ids, *c)) for p in part for c in p.choices]
+        try:
+            scores = iter(self.engine.score(items))
+        except RequestError as error:
+            raise EvaluationError(
+                f"the engine refused one of prompts {start} to {start + len(part) - 1}: {error}"
+            ) from error
+        return part, [[next(scores).nll for _ in prompt.choices] for prompt in part]
 
     def _add(self, index: int, prompt: Prompt) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens)

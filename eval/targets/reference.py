@@ -8,23 +8,25 @@ the output head makes the full-vocabulary log-probabilities again, to the last b
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from gguf import GGUFReader
 from safetensors import SafetensorError
+from transformers import DynamicCache
 
 from eval.cache import Cache
 from eval.errors import TargetError
 from eval.targets.base import Advance, Answer, Finish, Prompt
+from eval.targets.batching import batches, limits_of
 from eval.targets.checkpoint import Checkpoint
-
-BATCH_SIZE = 16
 
 
 class ReferenceTarget:
@@ -33,6 +35,7 @@ class ReferenceTarget:
     Attributes:
         description: how it computes and what the weights were stored as.
         digest: of the checkpoint's bytes.
+        limits: how many prompts are answered together.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, device: str, cache: Cache) -> None:
@@ -42,6 +45,7 @@ class ReferenceTarget:
         self._cache = cache
         self._model = _load_model(checkpoint, device)
         self._can_replay: bool | None = None
+        self.limits = limits_of(self._model.config.get_text_config(), device)
 
     @property
     def model(self) -> Any:
@@ -104,17 +108,17 @@ class ReferenceTarget:
         stop_ids: Sequence[int],
         advance: Advance,
         *,
-        batch_size: int = BATCH_SIZE,
+        together: bool = True,
     ) -> list[Answer]:
-        """Greedy answers, batched and left-padded; the longest prompts go together."""
-        what = "answer" if batch_size == BATCH_SIZE else f"answer in batches of {batch_size}"
+        """Greedy answers, in left-padded batches or one at a time."""
+        limits = self.limits if together else replace(self.limits, rows=1)
+        what = f"answers, {limits.rows} at once"
         keys = [self._key(what, [p.token_ids, p.max_tokens, list(stop_ids)]) for p in prompts]
         answers = {i: _from_json(v) for i, key in enumerate(keys) if (v := self._cache.json(key))}
         advance(len(answers))
         missing = [i for i in range(len(prompts)) if i not in answers]
-        missing.sort(key=lambda i: len(prompts[i].token_ids))
-        for start in range(0, len(missing), batch_size):
-            batch = missing[start : start + batch_size]
+        for places in batches([prompts[i] for i in missing], limits):
+            batch = [missing[place] for place in places]
             made = self._generate_batch([prompts[i] for i in batch], stop_ids)
             for i, answer in zip(batch, made, strict=True):
                 answers[i] = answer
@@ -123,26 +127,47 @@ class ReferenceTarget:
         return [answers[i] for i in range(len(prompts))]
 
     def choose(self, prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
-        """Log-likelihoods of the choices, one full forward a choice."""
+        """Log-likelihoods of the choices: the prompt once, then each choice behind its keys."""
         answers = []
         for prompt in prompts:
             key = self._key("choices", [prompt.token_ids, prompt.choices])
             found = self._cache.json(key)
             if found is None:
-                found = [self._loglikelihood(prompt.token_ids, c) for c in prompt.choices]
+                found = self._loglikelihoods(prompt)
                 self._cache.put_json(key, found)
             answers.append(Answer(token_ids=(), finish="stop", choice_logprobs=tuple(found)))
             advance(1)
         return answers
 
     @torch.inference_mode()
-    def _loglikelihood(self, prompt: Sequence[int], choice: Sequence[int]) -> float:
-        """Sum of log P(token) over the tokens of `choice` behind `prompt`, nats."""
-        ids = torch.tensor([[*prompt, *choice]], device=self._device)
-        logits = self._model(input_ids=ids, use_cache=False).logits[0]
-        rows = logits[len(prompt) - 1 : -1].float().log_softmax(-1)
-        picked = rows.gather(1, torch.tensor(choice, device=self._device)[:, None])
-        return float(picked.double().sum())
+    def _loglikelihoods(self, prompt: Prompt) -> list[float]:
+        """Per choice the sum of log P(token) over its tokens behind the prompt, nats."""
+        # Sliding layers too keep the whole prompt, so that a choice can be taken back.
+        cache = DynamicCache()
+        first = self._forward(cache, prompt.token_ids, logits_to_keep=1)
+        return [self._behind(cache, first, choice) for choice in prompt.choices]
+
+    def _behind(self, cache: DynamicCache, first: torch.Tensor, choice: tuple[int, ...]) -> float:
+        """first: the prompt's last logits [1, V]. The cache is given back as it came."""
+        rows, behind = first, choice[:-1]
+        if behind:
+            rows = torch.cat((first, self._forward(cache, behind)))
+            cache.crop(-len(behind))
+        picked = torch.tensor(choice, device=self._device)[:, None]
+        return float(rows.float().log_softmax(-1).gather(1, picked).double().sum())
+
+    def _forward(
+        self, cache: DynamicCache, token_ids: Sequence[int], **options: int
+    ) -> torch.Tensor:
+        """Logits [n, V] of tokens behind what the cache holds; they join it."""
+        ids = torch.tensor([token_ids], device=self._device)
+        # Newer releases of transformers call it `cache` and warn of the other name.
+        taken = inspect.signature(self._model.forward).parameters
+        name = "cache" if "cache" in taken else "past_key_values"
+        logits: torch.Tensor = self._model(
+            input_ids=ids, use_cache=True, **{name: cache}, **options
+        ).logits[0]
+        return logits
 
     @torch.inference_mode()
     def _generate_batch(self, prompts: list[Prompt], stop_ids: Sequence[int]) -> list[Answer]:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from eval.metrics import divergence
 from eval.metrics.divergence import WindowScores
 from eval.stats import Sampling
 from eval.suites import load_suite
-from eval.targets import reference as reference_module
 from eval.targets.base import Answer, Prompt
 from eval.targets.checkpoint import locate
 from eval.targets.engine import EngineTarget
@@ -157,7 +157,7 @@ def test_e05_a_perplexity_says_how_it_was_computed(
 
 
 def test_e07_batch_size_and_order_change_nothing(
-    taught_model: Path, dense_artifact: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+    taught_model: Path, dense_artifact: Callable[[Path], Path]
 ) -> None:
     """Prompts of very unequal length, so that padding on the wrong side would show."""
     text = TextProcessor.load(taught_model)
@@ -170,8 +170,8 @@ def test_e07_batch_size_and_order_change_nothing(
     base = ReferenceTarget(locate(str(taught_model)), device="cpu", cache=Cache(None))
     engine = EngineTarget(dense_artifact(taught_model), EngineConfig())
 
-    def by_base(asked: list[Prompt], batch: int) -> list[Answer]:
-        monkeypatch.setattr(reference_module, "BATCH_SIZE", batch)
+    def by_base(asked: list[Prompt], rows: int) -> list[Answer]:
+        base.limits = replace(base.limits, rows=rows)
         return base.generate(asked, engine.stop_ids, silent)
 
     alone = by_base(prompts, 1)
