@@ -122,7 +122,7 @@ def _windows(job: BlameJob, text: TextProcessor, tokenizer: Any) -> list[Window]
     return windows
 
 
-def engine_config(said: EngineConfig) -> EngineConfig:
+def beside_the_base(said: EngineConfig) -> EngineConfig:
     """The engine as asked for, with room for the base beside it."""
     return replace(said, max_num_seqs=8, kv_cache_memory_bytes=_POOL_BYTES)
 

@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +24,25 @@ from eval import (
     cli_self_test,
 )
 from eval.amounts import Amounts
+from eval.cli_options import (
+    ArtifactDir,
+    Base,
+    ComputeKind,
+    Device,
+    DeviceKind,
+    DType,
+    Gates,
+    Items,
+    KVCacheDType,
+    KVKind,
+    NoiseItems,
+    Seed,
+    SuiteDir,
+    Threads,
+    Windows,
+    WindowTokens,
+    engine_config,
+)
 from eval.errors import EvaluationError
 
 DEFAULT_COMMAND = "judge"
@@ -32,34 +50,6 @@ DEFAULT_COMMAND = "judge"
 INTERRUPTED = 130
 # Click's UsageError, whichever click this typer brings.
 USAGE_ERROR: Any = typer.BadParameter.__base__
-
-
-class Device(StrEnum):
-    """Where the candidate and the base are computed."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class ComputeType(StrEnum):
-    """The engine's compute type."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class KVType(StrEnum):
-    """The engine's KV cache type."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    fp8 = "fp8"
-    int8 = "int8"
 
 
 class ArtifactFirst(TyperGroup):
@@ -138,39 +128,16 @@ def _print_version(wanted: bool) -> None:
 
 @app.command(name=DEFAULT_COMMAND, cls=Unnamed, help=HELP, epilog=EPILOG, hidden=True)
 def judge(
-    artifact: Annotated[
-        Path, typer.Argument(metavar="ART", help="The artifact's directory, as quantize made it.")
-    ],
+    artifact: ArtifactDir,
     show_version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version."
         ),
     ] = False,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="The original: a model directory, a GGUF file or a hub id. "
-            "[dim]Default: the path in ART/artifact.json.[/]",
-        ),
-    ] = None,
-    gates: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Metrics and limits (YAML); looked up where given, then among the shipped "
-            "recipes. [dim]Default: gates/default.yaml.[/]",
-        ),
-    ] = None,
-    suite: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Held-out data: a directory with text.jsonl and *.jsonl files of tasks. "
-            "[dim]Default: the shipped gate half of calib_data.[/]",
-        ),
-    ] = None,
+    base: Base = None,
+    gates: Gates = None,
+    suite: SuiteDir = None,
     calib: Annotated[
         list[Path] | None,
         typer.Option(
@@ -179,22 +146,10 @@ def judge(
             "[dim]Default: the artifact's sketch of it.[/]",
         ),
     ] = None,
-    items: Annotated[
-        int, typer.Option(metavar="N", help="Items both models answer, of each task file.")
-    ] = Amounts.num_items,
-    noise_items: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Items that the base answers a second time, alone: what changes there is noise.",
-        ),
-    ] = Amounts.num_noise_items,
-    windows: Annotated[
-        int, typer.Option(metavar="N", help="Windows of held-out text, over all domains.")
-    ] = Amounts.num_windows,
-    window_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens per window.")
-    ] = Amounts.window_tokens,
+    items: Items = Amounts.num_items,
+    noise_items: NoiseItems = Amounts.num_noise_items,
+    windows: Windows = Amounts.num_windows,
+    window_tokens: WindowTokens = Amounts.window_tokens,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -203,29 +158,10 @@ def judge(
             "[dim]Default: ART-evaluation.[/]",
         ),
     ] = None,
-    device: Annotated[
-        Device,
-        typer.Option(
-            metavar="DEVICE", help="auto, cpu or cuda; auto takes CUDA when there is one."
-        ),
-    ] = Device.auto,
-    dtype: Annotated[
-        ComputeType,
-        typer.Option(
-            metavar="TYPE",
-            help="Compute type: auto, float32, bfloat16 or float16. The verdict holds for it only.",
-        ),
-    ] = ComputeType.auto,
-    kv_cache_dtype: Annotated[
-        KVType,
-        typer.Option(
-            metavar="TYPE",
-            help="KV cache: auto (follows the artifact), float32, bfloat16, float16, fp8 or int8.",
-        ),
-    ] = KVType.auto,
-    threads: Annotated[
-        int | None, typer.Option(metavar="N", help="CPU threads of both models.")
-    ] = None,
+    device: Device = DeviceKind.auto,
+    dtype: DType = ComputeKind.auto,
+    kv_cache_dtype: KVCacheDType = KVKind.auto,
+    threads: Threads = None,
     stamp: Annotated[
         bool,
         typer.Option(
@@ -264,15 +200,12 @@ def judge(
     timeout: Annotated[
         float, typer.Option(metavar="S", help="Seconds one request may take.")
     ] = 300.0,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Picks the documents and items; seeds the bootstrap.")
-    ] = 0,
+    seed: Seed = 0,
 ) -> None:
     """Judge one artifact; the text of --help is HELP."""
     from eval.api import make_job, run
     from eval.targets.server import Service
     from eval.terminal import TerminalProgress, show
-    from runtime.config import EngineConfig
 
     console = Console(highlight=False)
     job = make_job(
@@ -287,12 +220,7 @@ def judge(
             num_noise_items=noise_items,
             seed=seed,
         ),
-        engine=EngineConfig(
-            device=device.value,
-            dtype=dtype.value,
-            kv_cache_dtype=kv_cache_dtype.value,
-            num_threads=threads,
-        ),
+        engine=engine_config(device, dtype, kv_cache_dtype, threads),
         calib=calib,
         against=None
         if against is None

@@ -9,6 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from eval.cli_options import (
+    ArtifactDir,
+    Base,
+    ComputeKind,
+    Device,
+    DeviceKind,
+    DType,
+    KVCacheDType,
+    KVKind,
+    Seed,
+    SuiteDir,
+    Threads,
+    Windows,
+    WindowTokens,
+    engine_config,
+)
 from eval.errors import EvaluationError, UsageError
 
 if TYPE_CHECKING:
@@ -33,13 +49,8 @@ EPILOG = (
 
 
 def command(
-    artifact: Annotated[Path, typer.Argument(metavar="ART", help="The artifact's directory.")],
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL", help="The original. [dim]Default: the path in ART/artifact.json.[/]"
-        ),
-    ] = None,
+    artifact: ArtifactDir,
+    base: Base = None,
     gates: Annotated[
         str | None,
         typer.Option(
@@ -47,10 +58,7 @@ def command(
             help="Whose limit for kl_mean is aimed at. [dim]Default: gates/default.yaml.[/]",
         ),
     ] = None,
-    suite: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Held-out data. [dim]Default: the shipped gate half.[/]"),
-    ] = None,
+    suite: SuiteDir = None,
     target: Annotated[
         float | None,
         typer.Option(
@@ -59,42 +67,34 @@ def command(
             "that is kept.[/]",
         ),
     ] = None,
-    windows: Annotated[int, typer.Option(metavar="N", help="Windows of held-out text.")] = 12,
-    window_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per window.")] = 128,
+    windows: Windows = 12,
+    window_tokens: WindowTokens = 128,
     budget: Annotated[int, typer.Option(metavar="N", help="Measurements at most.")] = 60,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(metavar="TYPE", help="The engine's compute type.")] = "auto",
-    kv_cache_dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="The engine's KV cache.")
-    ] = "auto",
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Picks the windows.")] = 0,
+    device: Device = DeviceKind.auto,
+    dtype: DType = ComputeKind.auto,
+    kv_cache_dtype: KVCacheDType = KVKind.auto,
+    threads: Threads = None,
+    seed: Seed = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of the text.")
     ] = False,
 ) -> None:
     """Look for what carries the loss; the text of --help is HELP."""
-    from eval.blame_run import BlameJob, engine_config
+    from eval.blame_run import BlameJob, beside_the_base
     from eval.cache import default_directory
     from eval.gate_spec import load_gates
     from eval.suites import load_suite
     from eval.terminal import TerminalProgress
-    from runtime.config import EngineConfig
 
     _check(windows, window_tokens, budget, target)
     gates_path, suite_path = _inputs(gates, suite)
-    said = EngineConfig(
-        device=device,
-        dtype=dtype,  # type: ignore[arg-type]
-        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
-        num_threads=threads,
-    )
+    said = engine_config(device, dtype, kv_cache_dtype, threads)
     job = BlameJob(
         artifact=artifact,
         base=base,
         suite=load_suite(suite_path),
         gates=load_gates(gates_path).spec,
-        engine=engine_config(said),
+        engine=beside_the_base(said),
         cache=default_directory(),
         num_windows=windows,
         window_tokens=window_tokens,

@@ -10,6 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eval.cli_options import (
+    ArtifactDir,
+    ComputeKind,
+    Device,
+    DeviceKind,
+    DType,
+    KVCacheDType,
+    KVKind,
+    Threads,
+    engine_config,
+)
 from eval.errors import EvaluationError, UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +47,7 @@ EPILOG = (
 
 
 def command(
-    artifact: Annotated[Path, typer.Argument(metavar="ART", help="The artifact's directory.")],
+    artifact: ArtifactDir,
     tasks: Annotated[
         str,
         typer.Option(metavar="TASKS", help="Names or YAML files, separated by commas."),
@@ -67,19 +78,14 @@ def command(
     max_gen_toks: Annotated[
         int, typer.Option(metavar="N", help="Tokens per answer where a task names no number.")
     ] = 256,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="auto, float32, bfloat16 or float16.")
-    ] = "auto",
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(metavar="TYPE", help="auto, float32, bfloat16, float16, fp8 or int8."),
-    ] = "auto",
+    device: Device = DeviceKind.auto,
+    dtype: DType = ComputeKind.auto,
+    kv_cache_dtype: KVCacheDType = KVKind.auto,
     max_model_len: Annotated[
         int | None,
         typer.Option(metavar="N", help="Context in tokens. [dim]Default: the model's own.[/]"),
     ] = None,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
+    threads: Threads = None,
     confirm_run_unsafe_code: Annotated[
         bool,
         typer.Option(
@@ -93,7 +99,6 @@ def command(
     """Run lm-eval tasks; the text of --help is HELP."""
     _prepare(verbose)
     from eval.lm_eval_adapter import TaskRun
-    from runtime.config import EngineConfig
 
     run = TaskRun(
         tasks=tuple(name.strip() for name in tasks.split(",") if name.strip()),
@@ -105,13 +110,7 @@ def command(
         samples=log_samples,
         confirm_run_unsafe_code=confirm_run_unsafe_code,
     )
-    config = EngineConfig(
-        device=device,
-        dtype=dtype,  # type: ignore[arg-type]
-        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
-        max_model_len=max_model_len,
-        num_threads=threads,
-    )
+    config = engine_config(device, dtype, kv_cache_dtype, threads, max_model_len=max_model_len)
     _show(_run(artifact, config, run, max_gen_toks))
 
 

@@ -12,6 +12,22 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.amounts import Amounts
+from eval.cli_options import (
+    ComputeKind,
+    Device,
+    DeviceKind,
+    DType,
+    Gates,
+    Items,
+    KVCacheDType,
+    KVKind,
+    Seed,
+    SuiteDir,
+    Threads,
+    Windows,
+    WindowTokens,
+    engine_config,
+)
 from eval.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,27 +69,11 @@ def command(
             metavar="MODEL", help="Instead of ART: a model directory, a GGUF file or a hub id."
         ),
     ] = None,
-    gates: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="The limits to test. [dim]Default: gates/default.yaml.[/]"
-        ),
-    ] = None,
-    suite: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="The data to test. [dim]Default: the shipped gate half.[/]"
-        ),
-    ] = None,
-    items: Annotated[
-        int, typer.Option(metavar="N", help="Items, of each task file.")
-    ] = Amounts.num_items,
-    windows: Annotated[
-        int, typer.Option(metavar="N", help="Windows of held-out text.")
-    ] = Amounts.num_windows,
-    window_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens per window.")
-    ] = Amounts.window_tokens,
+    gates: Gates = None,
+    suite: SuiteDir = None,
+    items: Items = Amounts.num_items,
+    windows: Windows = Amounts.num_windows,
+    window_tokens: WindowTokens = Amounts.window_tokens,
     defect: Annotated[
         list[str] | None,
         typer.Option(
@@ -90,23 +90,17 @@ def command(
             "MODEL-self-test here.[/]",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="auto, float32, bfloat16 or float16.")
-    ] = "auto",
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(metavar="TYPE", help="auto, float32, bfloat16, float16, fp8 or int8."),
-    ] = "auto",
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Picks the documents and items.")] = 0,
+    device: Device = DeviceKind.auto,
+    dtype: DType = ComputeKind.auto,
+    kv_cache_dtype: KVCacheDType = KVKind.auto,
+    threads: Threads = None,
+    seed: Seed = 0,
 ) -> None:
     """Test the gate; the text of --help is HELP."""
     from eval import self_test_report
     from eval.api import make_job
     from eval.self_test import self_test
     from eval.terminal import TerminalProgress
-    from runtime.config import EngineConfig
 
     job = make_job(
         artifact or Path(),
@@ -116,12 +110,7 @@ def command(
         amounts=Amounts(
             num_windows=windows, window_tokens=window_tokens, num_items=items, seed=seed
         ),
-        engine=EngineConfig(
-            device=device,
-            dtype=dtype,  # type: ignore[arg-type]
-            kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
-            num_threads=threads,
-        ),
+        engine=engine_config(device, dtype, kv_cache_dtype, threads),
     )
     folder = out or _default_out(artifact, base)
     check_out(folder)

@@ -14,6 +14,7 @@ import pytest
 import typer
 
 from eval import cli
+from eval.cli_options import KVKind
 from runtime.config import KVCacheDType
 
 
@@ -39,7 +40,7 @@ def test_help_is_quick_and_complete() -> None:
 
 
 def test_every_kv_cache_the_server_runs_can_be_judged() -> None:
-    assert {kind.value for kind in cli.KVType} == set(get_args(KVCacheDType))
+    assert {kind.value for kind in KVKind} == set(get_args(KVCacheDType))
 
 
 def test_no_arguments_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
