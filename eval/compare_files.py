@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import EvaluationError, UsageError
+from eval.rows import object_of
 
 _SAMPLES = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d[.\d]*)\.jsonl")
 _NEEDED = ("doc_id", "doc_hash", "prompt_hash", "target_hash", "metrics", "filter")
@@ -150,15 +151,14 @@ def _samples(path: Path) -> tuple[Sample, ...]:
 
 def _row(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = object_of(line)
     except ValueError as error:
-        raise UsageError(f"{path}:{number}: not JSON: {error}") from error
-    missing = [key for key in _NEEDED if key not in row] if isinstance(row, dict) else _NEEDED
-    if missing:
+        raise UsageError(f"{path}:{number}: {error}") from error
+    if missing := [key for key in _NEEDED if key not in row]:
         raise UsageError(
             f"{path}:{number}: no {', '.join(missing)}; expected samples of lm-eval 0.4.3 or later"
         )
-    return dict(row)
+    return row
 
 
 def _sample(row: dict[str, Any], seen: Counter[tuple[str, str, str]]) -> Sample:

@@ -7,13 +7,13 @@ Reads rows as data, so it does not depend on what a check means.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eval.errors import EvaluationError, UsageError
+from eval.rows import object_of
 from quant.artifact.artifact import Artifact
 from quant.artifact.overlap import (
     Leak,
@@ -126,9 +126,6 @@ def read_texts(path: Path) -> Iterator[Text]:
 
 def _row(line: str, where: str) -> Mapping[str, Any]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise UsageError(f"{where}: expected a JSON object")
-    return row
+        return object_of(line)
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from error

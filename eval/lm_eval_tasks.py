@@ -7,7 +7,6 @@ each of these is put right or refused with the file and the line. Imports nothin
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from eval.errors import UsageError
+from eval.rows import object_of
 
 # Data sets read by `datasets` from files, no hub involved.
 LOCAL_READERS = frozenset(("json", "csv", "text", "parquet", "arrow", "pandas", "xml"))
@@ -231,9 +231,6 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            yield number, object_of(line)
         except ValueError as error:
-            raise UsageError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise UsageError(f"{path}:{number}: expected an object, found {line[:40]!r}")
-        yield number, row
+            raise UsageError(f"{path}:{number}: {error}") from error

@@ -36,8 +36,8 @@ REPORT_VERSION = "1.2"
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
 JUNIT_NAME, SUMMARY_NAME, SAMPLES_NAME = "junit.xml", "summary.md", "samples.jsonl"
 UNIT = (
-    "per token of the artifact's own tokenizer; windows of one document do not overlap; every "
-    "token but a window's first (or its BOS) is scored once; perplexity = exp(total NLL / tokens)"
+    "per token of the artifact's own tokenizer; windows of one document share no scored token; "
+    "every token but the first (or the BOS) is scored once; perplexity = exp(total NLL / tokens)"
 )
 
 

@@ -20,6 +20,7 @@ from eval.checks import choice, fields, schema, state
 from eval.checks.base import Check
 from eval.checks.registry import read_checks
 from eval.errors import SuiteError
+from eval.rows import object_of
 
 TEXT_FILE = "text.jsonl"
 ROLES = ("system", "user", "assistant", "tool")
@@ -214,21 +215,12 @@ def _read(path: Path, parse: Callable[[dict[str, Any]], T]) -> tuple[T, ...]:
 
 def _object(line: str) -> dict[str, Any]:
     """One line as a JSON object; ValueError for anything else, NaN and lone surrogates included."""
-    try:
-        value = json.loads(line, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError("expected a JSON object")
+    value = object_of(line, constants=False)
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError("half of a surrogate pair is not text; write whole characters") from None
     return value
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

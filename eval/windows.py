@@ -1,9 +1,9 @@
-"""Windows: held-out documents cut into token windows in which every token but the first is scored.
+"""Windows: held-out documents cut into token windows, every token but the first scored once.
 
-Windows of a document follow each other without overlap, so no token is scored twice, and the
-perplexity of a run is exp(total NLL / number of scored tokens), never a mean of window means. The
-special tokens that the tokenizer puts before a text (a BOS) start every window; they are context
-and not scored.
+No token is scored twice, and the perplexity of a run is exp(total NLL / number of scored tokens),
+never a mean of window means. The special tokens that the tokenizer puts before a text (a BOS) start
+every window; they are context and not scored. Without any, a later window starts with the last
+token of the one before it, which is context there: the tokens at the seams are scored as well.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def cut(document: Document, encoder: Encoder, width: int) -> list[Window]:
     """
     prefix = special_prefix(encoder)
     tokens = encoder.encode(document.text, add_special_tokens=False)
-    step = width - len(prefix)
-    pieces = [(start, tokens[start : start + step]) for start in range(0, len(tokens), step)]
+    size, step = width - len(prefix), width - max(len(prefix), 1)
+    pieces = [(start, tokens[start : start + size]) for start in range(0, len(tokens), step)]
     return [
         Window(
             document=document.id,

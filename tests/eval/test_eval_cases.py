@@ -135,7 +135,7 @@ def test_e05_a_perplexity_says_how_it_was_computed(
     written = run(job, out=tmp_path / "out", stamp=False)
     report = json.loads(written.json.read_text())
     unit = report["method"]["unit"]
-    for said in ("per token", "do not overlap", "BOS", "scored once", "total NLL / tokens"):
+    for said in ("per token", "share no scored token", "BOS", "scored once", "total NLL / tokens"):
         assert said in unit
     assert report["method"]["window_tokens"] == 48
     assert len(report["suite"]["sha256"]["text.jsonl"]) == 64
