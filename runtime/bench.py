@@ -1,56 +1,68 @@
-"""A thin closed-loop load test against a URL: any server with OpenAI's streaming chat API.
+"""A load test of a URL: any server with OpenAI's streaming chat API, closed or open loop.
 
-Threads and the standard library's HTTP client: one connection per request, no retries, no hidden
-limits below `concurrency`. Knows nothing of our server.
+Closed: so many clients, each sends its next request when its last one ended. Open (`rate`): they
+are due at random times, whatever the server does; what was sent later than it was due shows as lag.
+Threads, one connection a request, no retries; the only cap is `concurrency`, and it is reported.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
+import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import count
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
-from urllib.parse import urlsplit
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
+from runtime.bench_client import OK, Endpoint, Outcome, check_url, send
 from runtime.config import ConfigError
 
-OK = "ok"
+Message = dict[str, str]
+# A prompt as it is sent: a user's words, or a whole conversation.
+PromptLike = str | tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What to send: `prompt` with a running number before it, or `prompts` in turn as they are.
 
-    `extra` goes into each request body as it is.
+    concurrency: clients, so the most requests in flight. rate: requests due per second, by a
+    Poisson process of `seed`; None sends as answers come. `extra` goes into each request body.
     """
 
     url: str
     num_requests: int = 64
     concurrency: int = 16
+    rate: float | None = None
+    seed: int = 0
     prompt: str = "Hello"
-    prompts: tuple[str, ...] = ()
+    prompts: tuple[PromptLike, ...] = ()
     max_tokens: int = 64
     temperature: float = 0.0
     timeout_s: float = 300.0
     api_key: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(url=self.url, timeout_s=self.timeout_s, api_key=self.api_key)
+
+    @property
+    def num_clients(self) -> int:
+        return min(self.concurrency, self.num_requests)
+
     def body(self, number: int) -> dict[str, Any]:
-        numbered = f"({number}) {self.prompt}"
-        content = self.prompts[number % len(self.prompts)] if self.prompts else numbered
+        said: PromptLike = f"({number}) {self.prompt}"
+        if self.prompts:
+            said = self.prompts[number % len(self.prompts)]
+        is_text = isinstance(said, str)
         return {
-            "messages": [{"role": "user", "content": content}],
+            "messages": [{"role": "user", "content": said}] if is_text else list(said),
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "stream": True,
@@ -58,30 +70,40 @@ class Load:
             **self.extra,
         }
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One request. kind: "ok" or why it failed; times in seconds, from sending the request."""
-
-    kind: str
-    ttft_s: float = 0.0
-    total_s: float = 0.0
-    num_tokens: int = 0
+    def due_times(self) -> list[float] | None:
+        """Seconds from the start at which each request is due; None in a closed loop."""
+        if self.rate is None:
+            return None
+        draw = random.Random(self.seed)
+        gaps = [draw.expovariate(self.rate) for _ in range(self.num_requests - 1)]
+        return list(accumulate([0.0, *gaps]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Figures of a run. Everything but the counts is over successful requests only."""
+    """Figures of a run. Latency and throughput are over successful requests only.
+
+    concurrency: the cap of this side. most_in_flight, mean_in_flight: what it came to. rate: asked
+    for, and sent_rate: reached. lag_ms: how late requests were sent. num_prompts: different ones.
+    in_one_piece: answers of several tokens that came in one chunk, which have no time per token.
+    """
 
     sent: int
     ok: int
     failures: dict[str, int]
     concurrency: int
+    most_in_flight: int
+    mean_in_flight: float
+    rate: float | None
+    sent_rate: float
+    lag_ms: dict[str, float]
+    num_prompts: int
     duration_s: float
     output_tok_s: float
     ttft_ms: dict[str, float]
     tpot_ms: dict[str, float]
     e2e_ms: dict[str, float]
+    in_one_piece: int
 
     @property
     def failed_share(self) -> float:
@@ -93,10 +115,12 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Outcomes in the order they ended, and how long it all took."""
+    """Outcomes in the order they ended, how long it all took, the most requests at once."""
 
     outcomes: list[Outcome]
     duration_s: float
+    most_in_flight: int = 0
+    sending_s: float = 0.0
 
 
 def check_writable(path: Path) -> None:
@@ -107,131 +131,124 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"--json {path}: {error.strerror}") from error
 
 
+def read_prompts(path: Path) -> tuple[PromptLike, ...]:
+    """One prompt a line: as it stands, or JSON with `prompt` or `messages`; ConfigError if not."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path}: {error}") from error
+    numbered = [(n, line) for n, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise ConfigError(f"--prompts {path}: holds no prompt; expected one a line")
+    return tuple(_prompt_of(line, f"--prompts {path}:{n}") for n, line in numbered)
+
+
+def _prompt_of(line: str, where: str) -> PromptLike:
+    if not line.lstrip().startswith("{"):
+        return line
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from error
+    if isinstance(said := row.get("prompt"), str):
+        return said
+    messages = row.get("messages")
+    if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
+        return tuple(messages)
+    raise ConfigError(f"{where}: expected `prompt` (text) or `messages` (a list of objects)")
+
+
 def run_load(load: Load) -> Run:
-    """Keep `concurrency` requests in flight until `num_requests` were sent."""
-    numbers = count()
-    lock = threading.Lock()
-    outcomes: list[Outcome] = []
-
-    def client() -> None:
-        while True:
-            with lock:
-                number = next(numbers)
-            if number >= load.num_requests:
-                return
-            outcome = send(load, load.body(number))
-            with lock:
-                outcomes.append(outcome)
-
-    _endpoint(load.url)
-    started = time.perf_counter()
-    threads = [threading.Thread(target=client) for _ in range(min(load.concurrency,
-               load.num_requests))]  # fmt: skip
+    """Send `num_requests` requests; a fault of this side ends the run and is raised."""
+    check_url(load.url)
+    crew = _Crew(load)
+    threads = [threading.Thread(target=crew.work, daemon=True) for _ in range(load.num_clients)]
     for thread in threads:
         thread.start()
+    crew.begin()
     for thread in threads:
         thread.join()
-    return Run(outcomes, time.perf_counter() - started)
+    return crew.result()
 
 
-def send(load: Load, body: dict[str, Any], path: str = "/v1/chat/completions") -> Outcome:
-    """One request, start to end; never raises for what the network or the server does."""
-    host, port, secure, prefix = _endpoint(load.url)
-    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-    connection = kind(host, port, timeout=load.timeout_s)
-    headers = {"Content-Type": "application/json"}
-    if load.api_key is not None:
-        headers["Authorization"] = f"Bearer {load.api_key}"
-    started = time.perf_counter()
-    try:
-        connection.request("POST", prefix + path, json.dumps(body), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            return Outcome(kind=f"http_{response.status}")
-        return _follow(_frames(response, started + load.timeout_s), started)
-    except TimeoutError:
-        return Outcome(kind="timeout")
-    except (http.client.HTTPException, ConnectionResetError, BrokenPipeError):
-        return Outcome(kind="cut")
-    except OSError:
-        return Outcome(kind="connect")
-    finally:
-        connection.close()
+class _Crew:
+    """The clients' common state. They start together, so no thread's birth counts as lag."""
 
+    def __init__(self, load: Load) -> None:
+        self._load, self._due = load, load.due_times()
+        self._lock, self._go = threading.Lock(), threading.Event()
+        self._numbers = iter(range(load.num_requests))
+        self._outcomes: list[Outcome] = []
+        self._faults: list[BaseException] = []
+        self._in_flight = self._most = 0
+        self._started = self._last_sent = 0.0
 
-def _endpoint(url: str) -> tuple[str, int, bool, str]:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url!r} is not a URL like http://127.0.0.1:8000")
-    secure = parts.scheme == "https"
-    prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return parts.hostname, parts.port or (443 if secure else 80), secure, prefix
+    def begin(self) -> None:
+        self._started = time.perf_counter()
+        self._go.set()
 
-
-def _frames(response: http.client.HTTPResponse, deadline: float) -> Iterator[str]:
-    """Data of each SSE frame; comments and keep-alives are not frames."""
-    while line := response.readline():
-        if time.perf_counter() > deadline:
-            raise TimeoutError
-        if line.startswith(b"data:"):
-            yield line[5:].strip().decode("utf-8", "replace")
-
-
-def _follow(frames: Iterator[str], started: float) -> Outcome:
-    first = last = 0.0
-    num_pieces, num_tokens, ended = 0, None, False
-    for frame in frames:
-        if ended := frame == "[DONE]":
-            break
+    def work(self) -> None:
+        """One client: request after request until none is left."""
+        self._go.wait()
+        free = self._started
         try:
-            chunk = json.loads(frame)
-        except ValueError:
-            return Outcome(kind="error_frame")
-        if not isinstance(chunk, dict) or "error" in chunk:
-            return Outcome(kind="error_frame")
-        if has_content(chunk):
-            last = time.perf_counter()
-            first = first or last
-            num_pieces += 1
-        num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
-    if not ended:
-        return Outcome(kind="cut")
-    if not num_pieces:
-        return Outcome(kind="empty")
-    return Outcome(
-        kind=OK,
-        ttft_s=first - started,
-        total_s=last - started,
-        num_tokens=num_pieces if num_tokens is None else num_tokens,
-    )
+            while (number := self._next()) is not None:
+                due = free if self._due is None else self._started + self._due[number]
+                time.sleep(max(0.0, due - time.perf_counter()))
+                free = self._one(number, due)
+        except BaseException as fault:  # a thread's death would lose its requests silently
+            self._faults.append(fault)
 
+    def _next(self) -> int | None:
+        with self._lock:
+            return None if self._faults else next(self._numbers, None)
 
-def has_content(chunk: dict[str, Any]) -> bool:
-    """Whether a chunk carries generated text (a role, an empty delta or a usage do not count)."""
-    for choice in chunk.get("choices") or []:
-        delta = choice.get("delta") or {}
-        if choice.get("text") or any(
-            delta.get(key) for key in ("content", "reasoning_content", "reasoning", "tool_calls")
-        ):
-            return True
-    return False
+    def _one(self, number: int, due: float) -> float:
+        """Send one request; the time when it had ended."""
+        body = self._load.body(number)
+        with self._lock:
+            self._in_flight += 1
+            self._most = max(self._most, self._in_flight)
+            sent = self._last_sent = time.perf_counter()
+        outcome = send(self._load.endpoint, body)
+        ended = time.perf_counter()
+        with self._lock:
+            self._in_flight -= 1
+            self._outcomes.append(replace(outcome, lag_s=sent - due, busy_s=ended - sent))
+        return ended
+
+    def result(self) -> Run:
+        if self._faults:
+            raise self._faults[0]
+        duration = time.perf_counter() - self._started
+        return Run(self._outcomes, duration, self._most, self._last_sent - self._started)
 
 
 def summarize(run: Run, load: Load) -> Summary:
     """Count by kind; latency and throughput over the successful requests."""
     good = [outcome for outcome in run.outcomes if outcome.kind == OK]
     kinds = Counter(outcome.kind for outcome in run.outcomes if outcome.kind != OK)
-    per_token = [(o.total_s - o.ttft_s) / (o.num_tokens - 1) for o in good if o.num_tokens > 1]
+    several = [o for o in good if o.num_tokens > 1]
+    timed = [o for o in several if o.num_pieces > 1]
+    sent = len(run.outcomes)
+    lags = [outcome.lag_s for outcome in run.outcomes]
     return Summary(
-        sent=len(run.outcomes),
+        sent=sent,
         ok=len(good),
         failures=dict(sorted(kinds.items())),
-        concurrency=min(load.concurrency, load.num_requests),
+        concurrency=load.num_clients,
+        most_in_flight=run.most_in_flight,
+        mean_in_flight=round(sum(o.busy_s for o in run.outcomes) / run.duration_s, 2),
+        rate=load.rate,
+        sent_rate=round((sent - 1) / run.sending_s, 3) if run.sending_s else 0.0,
+        lag_ms={**percentiles(lags), "max": round(1000 * max(lags, default=0.0), 3)},
+        num_prompts=min(len(load.prompts) or sent, sent),
         duration_s=run.duration_s,
         output_tok_s=sum(outcome.num_tokens for outcome in good) / run.duration_s,
         ttft_ms=percentiles([outcome.ttft_s for outcome in good]),
-        tpot_ms=percentiles(per_token),
+        tpot_ms=percentiles([(o.total_s - o.ttft_s) / (o.num_tokens - 1) for o in timed]),
         e2e_ms=percentiles([outcome.total_s for outcome in good]),
+        in_one_piece=len(several) - len(timed),
     )
 
 
@@ -244,49 +261,11 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {name: round(1000 * value, 3) for name, value in shown.items()}
 
 
-_HINTS = {
-    "connect": "nothing answers at this URL; is the server up, and the port the right one?",
-    "timeout": "no answer in time; raise --timeout or lower --concurrency",
-    "cut": "the connection ended before the answer did; see the server's log",
-    "empty": "the answers hold no text; see what the server says to one request by hand",
-    "error_frame": "the server began to answer and then reported an error; see its log",
-    "http_401": "the server wants a key; pass --api-key",
-    "http_403": "the server refuses this key; pass another --api-key",
-    "http_404": "no /v1/chat/completions at this URL, or no such model there",
-    "http_503": "the server's queue is full or it is shutting down; lower --concurrency",
-}
-
-
-def hint(kind: str) -> str:
-    """What to try about a kind of failure."""
-    if kind in _HINTS:
-        return _HINTS[kind]
-    if kind.startswith("http_4"):
-        return "the server refuses these requests; send one by hand to see its words"
-    return "the server failed; see its log"
-
-
-def render_report(summary: Summary) -> Group:
-    """The figures for a terminal."""
-    failed = ", ".join(f"{kind} {number}" for kind, number in summary.failures.items()) or "none"
-    counted = Text(f"{summary.sent} requests sent, {summary.ok} ok, failed: {failed}")
-    if not summary.ok:
-        return Group(
-            counted,
-            Text(f"nothing to measure: every request failed in {summary.duration_s:.2f} s"),
-            *(Text(f"{kind}: {hint(kind)}") for kind in summary.failures),
+def repeats(load: Load) -> Iterator[str]:
+    """What must be known of the prompts before figures are read."""
+    if 0 < len(load.prompts) < load.num_requests:
+        yield (
+            f"{len(load.prompts)} prompts for {load.num_requests} requests: each is sent "
+            f"{load.num_requests / len(load.prompts):.3g} times, and a prefix cache makes repeats "
+            "faster than new prompts"
         )
-    table = Table(box=None, pad_edge=False)
-    for column in ("ms", "p50", "p90", "p99", "mean"):
-        table.add_column(column, justify="left" if column == "ms" else "right")
-    for name, values in (("TTFT", summary.ttft_ms), ("TPOT", summary.tpot_ms),
-                         ("end to end", summary.e2e_ms)):  # fmt: skip
-        table.add_row(name, *(f"{value:.1f}" for value in values.values()))
-    return Group(
-        counted,
-        Text(
-            f"concurrency {summary.concurrency}, {summary.duration_s:.2f} s, "
-            f"{summary.output_tok_s:.1f} output tokens/s"
-        ),
-        table,
-    )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
+from runtime import cli_bench
 from runtime.cli_options import (
     ApiKey,
     ArtifactDir,
@@ -52,8 +53,6 @@ from runtime.cli_options import (
     TopP,
     Utilization,
     Verify,
-    integer,
-    number,
 )  # fmt: skip
 from runtime.config import ConfigError, DType, EngineConfig, KVCacheDType
 
@@ -266,60 +265,7 @@ def chat_command(
         _say("\n")
 
 
-@app.command("bench")
-def bench_command(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Server, e.g. http://127.0.0.1:8000.")],
-    requests: Annotated[
-        int, typer.Option(parser=integer(1), metavar="N", help="Requests to send.")
-    ] = 64,
-    concurrency: Annotated[
-        int, typer.Option(parser=integer(1, 1024), metavar="N", help="Clients at once.")
-    ] = 16,
-    prompt: Annotated[
-        str, typer.Option(metavar="TEXT", help="Prompt; a running number is put before it.")
-    ] = "Summarize the duties of the parties to a supply contract.",
-    max_tokens: Annotated[
-        int, typer.Option(parser=integer(1), metavar="N", help="Tokens per answer.")
-    ] = 64,
-    temperature: Annotated[
-        float, typer.Option(parser=number(0.0), metavar="X", help="0 is greedy.")
-    ] = 0.0,
-    timeout: Annotated[
-        float, typer.Option(parser=number(0.1), metavar="X", help="Seconds per request.")
-    ] = 300.0,
-    failure_limit: Annotated[
-        float,
-        typer.Option(
-            parser=number(0.0, 1.0),
-            metavar="X",
-            help="Share of failed requests that is still fine.",
-        ),
-    ] = 0.0,
-    api_key: Annotated[str | None, typer.Option(metavar="KEY", envvar="RUNTIME_API_KEY")] = None,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures here.")
-    ] = None,
-) -> None:
-    """Load-test a server: any that speaks OpenAI's streaming chat API.
-
-    TTFT is the time to the first chunk with generated content; TPOT is (total - TTFT) / (n - 1).
-    Latency and throughput are over successful requests only; nothing is retried. Each request is
-    one of: ok, http_503 and the like, error_frame, cut (no end marker), empty, timeout, connect.
-    """
-    from runtime.bench import Load, check_writable, render_report, run_load, summarize
-
-    if json_out is not None:
-        check_writable(json_out)
-    load = Load(
-        url=url, num_requests=requests, concurrency=concurrency, prompt=prompt,
-        max_tokens=max_tokens, temperature=temperature, timeout_s=timeout, api_key=api_key,
-    )  # fmt: skip
-    summary = summarize(run_load(load), load)
-    out_console.print(render_report(summary))
-    if json_out is not None:
-        json_out.write_text(summary.to_json())
-    if summary.failed_share > failure_limit:
-        raise typer.Exit(EXIT_FAILED)
+app.command("bench")(cli_bench.bench_command)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Known faults of evaluation tools: templates and BOS twice (E01), windows weighted wrongly (E03),
-perplexities without a unit (E05), batch and order that change scores (E07). Failures that count as
-successes (E11) are in test_server_target.py."""
+perplexities without a unit (E05), batch and order that change scores (E07). test_case_table.py says
+where the others are."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from eval.api import make_job, run
 from eval.cache import Cache
 from eval.metrics import divergence
 from eval.metrics.divergence import WindowScores
+from eval.progress import Silent
+from eval.runner import score_windows
 from eval.stats import Sampling
-from eval.suites import load_suite
+from eval.suites import Document, load_suite
 from eval.targets.base import Answer, Prompt
 from eval.targets.checkpoint import locate
 from eval.targets.engine import EngineTarget
 from eval.targets.reference import ReferenceTarget
 from eval.targets.server import ServerTarget, Service
-from eval.windows import Window
+from eval.windows import SHORTEST, Window, cut
 from eval.workload import prepare
 from runtime.config import EngineConfig
 from runtime.server.app import create_app
@@ -123,6 +125,42 @@ def test_e03_perplexity_is_the_total_over_the_count_not_a_mean_of_windows() -> N
     assert ratio.estimate == pytest.approx(float(np.exp(0.1)))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("width", [16, 32, 64])
+def test_e03_every_token_but_the_first_is_scored_once_at_any_width(
+    taught_model: Path, dense_artifact: Callable[[Path], Path], width: int
+) -> None:
+    """500 tokens: the count, and the total against a plain loop over forwards of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(taught_model, dtype=torch.float32).eval()
+    text = TextProcessor.load(taught_model)
+    ids = text.encode("The supplier delivers within thirty days, and pays. " * 60)[:500]
+    document = Document(id="d", source="s", lang="en", text=text.decode(ids))
+    tokens = text.encode(document.text)
+    windows = cut(document, text, width)
+    engine = EngineTarget(dense_artifact(taught_model), EngineConfig())
+    reference = ReferenceTarget(locate(str(taught_model)), device="cpu", cache=Cache(None))
+    scores = score_windows(windows, reference, engine, Silent())
+    scored = {w.start + i for w in windows for i in range(w.num_context, len(w.token_ids))}
+    left = (len(tokens) - 1) % (width - 1)
+    end = len(tokens) - (left if left + 1 < SHORTEST else 0)
+    assert scored == set(range(1, end))
+    assert sum(len(s.base_nll) for s in scores) == end - 1
+    expected, place = 0.0, 1
+    while place < end:
+        stop = min(place + width - 1, end)
+        logits = model(torch.tensor([tokens[place - 1 : stop]])).logits[0].double()
+        for row, token in zip(logits.log_softmax(-1), tokens[place:stop], strict=False):
+            expected -= float(row[token])
+        place = stop
+    for found in (
+        sum(s.base_nll.sum() for s in scores),
+        sum(s.candidate_nll.sum() for s in scores),
+    ):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_e05_a_perplexity_says_how_it_was_computed(
     taught_model: Path, dense_artifact: Callable[[Path], Path], suite_dir: Path, cache_dir: Path,
     tmp_path: Path,
@@ -181,6 +219,28 @@ def test_e07_batch_size_and_order_change_nothing(
     crowd = engine.generate([prompts[i] for i in order], silent)
     one_by_one = [engine.generate([prompt], silent)[0] for prompt in prompts]
     assert [crowd[order.index(i)] for i in range(len(prompts))] == one_by_one
+
+
+def test_e07_likelihoods_of_text_do_not_depend_on_the_batch(
+    taught_model: Path, dense_artifact: Callable[[Path], Path]
+) -> None:
+    text = TextProcessor.load(taught_model)
+    windows = [tuple(text.encode("The fee is due in " + "some " * n)) for n in range(2, 34, 2)]
+    reference = ReferenceTarget(locate(str(taught_model)), device="cpu", cache=Cache(None))
+    engine = EngineTarget(dense_artifact(taught_model), EngineConfig())
+    rows = list(reference.logprobs(windows))
+    alone = [engine.score([w], [r])[0].nll for w, r in zip(windows, rows, strict=True)]
+    order = list(range(len(windows)))
+    random.Random(2).shuffle(order)
+    for size in (2, 16):
+        for at in range(0, len(order), size):
+            part = order[at : at + size]
+            found = engine.score([windows[i] for i in part], [rows[i] for i in part])
+            for i, scores in zip(part, found, strict=True):
+                assert scores.nll == pytest.approx(alone[i], abs=1e-4)
+    together = reference.logprobs_together([windows[i] for i in order])
+    for i, found_rows in zip(order, together, strict=True):
+        assert torch.allclose(found_rows, rows[i], atol=1e-4)
 
 
 def test_e07_likelihoods_of_choices_agree_with_a_plain_forward(

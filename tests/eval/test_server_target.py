@@ -69,7 +69,7 @@ def test_answers_come_back_in_order_and_as_asked(
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("tiny", 0.0, 8)
 
 
-def test_failures_are_counted_by_kind_and_never_retried(
+def test_e11_failures_are_counted_by_kind_and_never_retried(
     served: tuple[str, Mock], text: TextProcessor
 ) -> None:
     """20 % 503, 20 % errors in the body, 10 % cut, 10 % empty, 10 % without an end."""
@@ -98,7 +98,7 @@ def test_a_server_that_says_nothing_times_out(
         target(url, text, timeout_s=0.1).generate(prompts(text, 1), silent)
 
 
-def test_as_many_requests_are_in_flight_as_asked(
+def test_e13_as_many_requests_are_in_flight_as_asked(
     served: tuple[str, Mock], text: TextProcessor
 ) -> None:
     """No cap of the HTTP client's own, and none above what was asked."""

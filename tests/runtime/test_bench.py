@@ -11,7 +11,9 @@ from typing import ClassVar
 
 import pytest
 
-from runtime.bench import Load, Outcome, Run, hint, percentiles, run_load, summarize
+from runtime.bench import Load, Run, percentiles, run_load, summarize
+from runtime.bench_client import Outcome
+from runtime.bench_report import hint
 from runtime.cli import main
 from runtime.config import ConfigError
 
@@ -79,7 +81,7 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def test_ttft_is_the_first_content_not_the_role_or_a_keep_alive(
+def test_e09_ttft_is_the_first_content_not_the_role_or_a_keep_alive(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Mock, "plan", ["slow"])
@@ -90,7 +92,7 @@ def test_ttft_is_the_first_content_not_the_role_or_a_keep_alive(
     assert summary.tpot_ms["p50"] < 100
 
 
-def test_failures_are_counted_by_kind_and_kept_out_of_the_figures(
+def test_e11_failures_are_counted_by_kind_and_kept_out_of_the_figures(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = ["ok", "503", "ok", "error", "cut", "ok", "nothing", "empty", "503", "ok"]
@@ -161,7 +163,7 @@ def test_a_url_must_be_one(url: str) -> None:
 
 
 @pytest.mark.parametrize(("limit", "code"), [("0.0", 1), ("0.5", 0)])
-def test_exit_code_follows_the_failure_limit(
+def test_e11_the_exit_code_follows_the_failure_limit(
     url: str, limit: str, code: int, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
