@@ -68,7 +68,7 @@ def command(
         ),
     ] = None,
     windows: Windows = 12,
-    window_tokens: WindowTokens = 128,
+    window_tokens: WindowTokens = 96,
     budget: Annotated[int, typer.Option(metavar="N", help="Measurements at most.")] = 60,
     device: Device = DeviceKind.auto,
     dtype: DType = ComputeKind.auto,

@@ -26,7 +26,8 @@ from eval.gate import Verdict, judge
 from eval.gate_spec import LoadedGates, load_gates
 from eval.measurement import Measurement
 from eval.metrics import answers, divergence
-from eval.opening import Job, open_all
+from eval.noise import measure_noise
+from eval.opening import Job, Opened, open_all
 from eval.preflight import open_judgeable, source_of
 from eval.progress import Progress
 from eval.runner import ask_base, pair, score_windows
@@ -59,6 +60,9 @@ from quant.artifact.errors import ArtifactError
 from runtime.config import ConfigError
 from runtime.text import TextError, TextProcessor
 
+# Items of each task file that a broken template's answers are asked on, beside the refusal.
+_BESIDE_ITEMS = 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTest:
@@ -81,7 +85,7 @@ class SelfTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bench:
-    """What every candidate is held to."""
+    """What every candidate is held to. noise: the base against itself, by metric."""
 
     job: Job
     gates: LoadedGates
@@ -94,6 +98,7 @@ class _Bench:
     base_answers: tuple[Asked, ...]
     sound: Artifact
     sampling: Sampling
+    noise: Mapping[str, Measurement]
     work: Path
 
     @property
@@ -161,6 +166,7 @@ def _set_up(job: Job, progress: Progress, work: Path) -> tuple[_Bench, EngineTar
     opened = open_all(job, progress)
     text, reference, rules = opened.text, opened.reference, opened.gates.spec
     said = ask_base(opened.workload, text, reference, opened.candidate.stop_ids, progress)
+    sampling = Sampling(confidence=rules.confidence, draws=rules.draws, seed=job.amounts.seed)
     bench = _Bench(
         job=job,
         gates=opened.gates,
@@ -172,10 +178,22 @@ def _set_up(job: Job, progress: Progress, work: Path) -> tuple[_Bench, EngineTar
         reference=reference,
         base_answers=tuple(said),
         sound=sound,
-        sampling=Sampling(confidence=rules.confidence, draws=rules.draws, seed=job.amounts.seed),
+        sampling=sampling,
+        noise=_noise(opened, said, sampling, job.amounts.num_noise_items, progress),
         work=work,
     )
     return bench, opened.candidate
+
+
+def _noise(
+    opened: Opened, said: Sequence[Asked], sampling: Sampling, count: int, progress: Progress
+) -> Mapping[str, Measurement]:
+    """The noise floor, as the gate has it."""
+    return measure_noise(
+        opened.workload, opened.text, opened.reference, opened.candidate.stop_ids,
+        pair(opened.workload, opened.text, said, said),
+        count=count, sampling=sampling, progress=progress,
+    ).measurements  # fmt: skip
 
 
 class _Titled:
@@ -203,14 +221,16 @@ def _weigh(bench: _Bench, candidate: Candidate, progress: Progress) -> Verdict:
     ours = _ask(bench.workload, bench.text, candidate, progress)
     exchanges = pair(bench.workload, bench.text, bench.base_answers, ours)
     said = answers.measure([e.pair for e in exchanges], bench.sampling)
-    return judge(bench.gates.spec, read | {m.name: m for m in said})
+    return judge(bench.gates.spec, read | {m.name: m for m in said}, bench.noise)
 
 
 def _part(bench: _Bench, measured: Mapping[str, Measurement]) -> Verdict | None:
     """The verdict of those rules whose metrics were measured; None when there are none."""
     spec = bench.gates.spec
     rules = {name: rule for name, rule in spec.metrics.items() if name in measured}
-    return judge(spec.model_copy(update={"metrics": rules}), measured) if rules else None
+    if not rules:
+        return None
+    return judge(spec.model_copy(update={"metrics": rules}), measured, bench.noise)
 
 
 def _ask(
@@ -316,12 +336,21 @@ def _answers_alone(bench: _Bench, candidate: Candidate, folder: Path, progress: 
     where the base has the same fault or a server renders them its own way."""
     try:
         text = TextProcessor.load(folder)
-        workload = prepare(bench.suite, text, bench.job.amounts)
+        workload = prepare(bench.suite, text, _few(bench.job.amounts))
     except (EvaluationError, TextError) as error:
         return f"could not be asked: {error}"
     ours = _ask(workload, text, candidate, progress)
-    pairs = [e.pair for e in pair(bench.workload, bench.text, bench.base_answers, ours)]
+    known = {i.id: a for i, a in zip(bench.workload.items, bench.base_answers, strict=True)}
+    theirs = [known[item.id] for item in workload.items]
+    pairs = [e.pair for e in pair(workload, bench.text, theirs, ours)]
     verdict = _part(bench, {m.name: m for m in answers.measure(pairs, bench.sampling)})
     if verdict is None:
         return "no rule judges answers"
-    return verdict.result + (f" by {spoke(verdict)}" if verdict.result == "rejected" else "")
+    if verdict.result == "rejected":
+        return f"rejected by {spoke(verdict)}"
+    return f"{verdict.result} on {len(pairs)} items"
+
+
+def _few(amounts: Amounts) -> Amounts:
+    """A part of the items, those that the number alone would pick; one window, which is unused."""
+    return replace(amounts, num_items=min(amounts.num_items, _BESIDE_ITEMS), num_windows=1)

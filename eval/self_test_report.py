@@ -65,8 +65,8 @@ def lines(row: Row) -> list[str]:
     if row.beside and row.beside.split()[0] != "rejected":
         found.append(
             f"Refused because the prompts differ from the base's. Its answers alone: {row.beside}; "
-            "if the base had the same fault, or a server rendered prompts its own way, this suite "
-            "would not show it."
+            "if the base had the same fault, or a server rendered prompts its own way, these would "
+            "not show it."
         )
     if not row.as_expected or row.outcome == "not applicable":
         found.append(f"The gate's reason: {row.reason}.")

@@ -32,9 +32,11 @@ from quant.artifact.errors import ArtifactError
 from quant.artifact.stamp import Stamp, read_stamp
 
 RECIPES = ("w4a16", "w8a8")
-# Small enough for two CPU cores: a real run calibrates on what the recipe says. It judges by the
-# gate's own amounts; fewer items would leave most of it undecided.
+# Small enough for two CPU cores: a real run calibrates on what the recipe says, and judges by the
+# gate's own amounts, which are about twice these. 90 items can accept at a margin of 5 points an
+# artifact that changes one answer in a hundred (`evaluate plan`).
 CALIBRATION = ["--samples", "12", "--max-tokens", "512"]
+JUDGING = ["--items", "90", "--noise-items", "8", "--windows", "36", "--window-tokens", "128"]
 ADAPTER = "business"
 EXIT_ACCEPTED, EXIT_REJECTED, EXIT_INCONCLUSIVE = 0, 1, 3
 START_TIMEOUT_S = 120
@@ -78,7 +80,7 @@ def main() -> None:
     candidates = prepare_until_accepted(console, arguments.model, original, arguments.out)
     chosen = choose(candidates)
     serve_and_chat(console, chosen)
-    farewell(console, candidates, chosen, time.monotonic() - began)
+    farewell(console, candidates, chosen, original, time.monotonic() - began)
 
 
 def greet(console: Console, model: Path) -> None:
@@ -120,7 +122,8 @@ def prepare_until_accepted(
         candidates.append(judge(console, recipe, artifact, original))
         if candidates[-1].exit_code == EXIT_ACCEPTED:
             break
-        explain(console, candidates[-1], RECIPES[number] if number < len(RECIPES) else None)
+        next_recipe = RECIPES[number] if number < len(RECIPES) else None
+        explain(console, candidates[-1], original, next_recipe)
     return candidates
 
 
@@ -145,13 +148,15 @@ def is_intact(artifact: Path) -> bool:
 
 
 def judge(console: Console, recipe: str, artifact: Path, original: Path) -> Candidate:
-    code = run(console, ["evaluate", str(artifact), "--base", str(original)])
+    code = run(console, ["evaluate", str(artifact), "--base", str(original), *JUDGING])
     if code not in (EXIT_ACCEPTED, EXIT_REJECTED, EXIT_INCONCLUSIVE):
         sys.exit(f"error: evaluate ended with exit code {code}")
     return Candidate(recipe=recipe, path=artifact, exit_code=code, stamp=read_stamp(artifact))
 
 
-def explain(console: Console, candidate: Candidate, next_recipe: str | None) -> None:
+def explain(
+    console: Console, candidate: Candidate, original: Path, next_recipe: str | None
+) -> None:
     """Why the gate did not accept, in its own words, and what comes next."""
     verdict = (
         "rejected" if candidate.exit_code == EXIT_REJECTED else "neither accepted nor rejected"
@@ -166,7 +171,8 @@ def explain(console: Console, candidate: Candidate, next_recipe: str | None) -> 
         Panel(
             f"The gate {verdict} {candidate.recipe.upper()}. {reason}\n\n"
             "A 135M-parameter model loses far more at low precision than a 7B one; that the gate "
-            f"notices is what it is for. {then}",
+            f"notices is what it is for. Which layers carry the loss: evaluate blame "
+            f"{candidate.path} --base {original}\n\n{then}",
             title="Why",
             expand=False,
         )
@@ -221,16 +227,19 @@ def chat(console: Console, client: OpenAI) -> None:
 
 
 def farewell(
-    console: Console, candidates: list[Candidate], chosen: Candidate, seconds: float
+    console: Console, candidates: list[Candidate], chosen: Candidate, original: Path, seconds: float
 ) -> None:
     table = Table(title="Where everything lies", title_justify="left", show_header=False)
     for candidate in candidates:
         verdict = candidate.stamp.verdict if candidate.stamp else "not judged"
         note = f"{candidate.recipe}, {verdict}" + (", served" if candidate is chosen else "")
         table.add_row(str(candidate.path), f"artifact ({note})")
-        table.add_row(f"{candidate.path}-evaluation", "report.md, report.json")
+        table.add_row(
+            f"{candidate.path}-evaluation", "report.html, summary.md, report.json, junit.xml"
+        )
     console.print(table)
     console.print(f"{seconds:.0f} s. Serve it yourself: [bold]runtime serve {chosen.path}[/]")
+    console.print(f"May the gate be trusted? [bold]evaluate self-test --base {original}[/]")
 
 
 def run(console: Console, command: list[str]) -> int:

@@ -88,8 +88,8 @@ def test_the_base_is_accepted_and_every_defect_is_caught(
     assert "different tokenizers" in found["tokenizer"]["reason"]
     assert "renders the chat" in found["template-roles"]["reason"]
     # This model learnt its answer so well that it gives it behind any prompt: that is said.
-    assert found["template-prompt"]["beside"] == "accepted"
-    assert "Its answers alone: accepted" in out
+    assert found["template-prompt"]["beside"] == "inconclusive on 20 items"
+    assert "Its answers alone: inconclusive on 20 items" in out
     assert out.startswith("write the base")
     assert "PASSED  The gate accepts the base" in out
     assert "7 of 7 planted defects were caught" in out
