@@ -1,4 +1,4 @@
-"""Pictures of the report as inline SVG: the forest plot and the ladder of divergences.
+"""The forest plot as inline SVG: every metric's loss as a share of what is allowed.
 
 Colours are CSS classes of the page, so that one picture serves light, dark and print. Knows numbers
 and labels only.
@@ -6,13 +6,12 @@ and labels only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-_LABEL, _PLOT, _ROW, _HEAD = 210, 470, 26, 34
+_LABEL, _PLOT, _ROW, _HEAD, _SHARE = 210, 470, 26, 34, 70
 # Of what is allowed: how far the axis reaches to either side.
 _LEAST, _MOST = -1.0, 3.0
 
@@ -80,8 +79,8 @@ def forest(lines: Sequence[Bar]) -> str:
         _axis(height),
         *(_line(bar, _HEAD + _ROW * i + _ROW / 2) for i, bar in enumerate(lines)),
     ]
-    return _svg(
-        _LABEL + _PLOT + 10, height, "Loss of each metric as a share of what is allowed", parts
+    return svg(
+        _LABEL + _PLOT + _SHARE, height, "Loss of each metric as a share of what is allowed", parts
     )
 
 
@@ -101,7 +100,11 @@ def _axis(height: float) -> str:
     beyond = (
         f'<rect class="beyond" x="{_x(1):.1f}" y="{_HEAD - 8}" width="{_x(_MOST) - _x(1):.1f}" '
     )
-    return beyond + f'height="{height - _HEAD + 4}"/>' + "".join(lines)
+    share = (
+        f'<text class="tick" x="{_LABEL + _PLOT + _SHARE - 4}" y="{_HEAD - 14}" '
+        f'text-anchor="end">of limit</text>'
+    )
+    return beyond + f'height="{height - _HEAD + 4}"/>' + "".join(lines) + share
 
 
 def _line(bar: Bar, y: float) -> str:
@@ -118,7 +121,11 @@ def _line(bar: Bar, y: float) -> str:
         f'<circle class="dot {bar.outcome}" cx="{_x(bar.estimate):.1f}" cy="{y:.1f}" r="4.5">'
         f"<title>{escape(bar.label)}: {where}</title></circle>"
     )
-    return label + whisker + dot
+    share = (
+        f'<text class="tick" x="{_LABEL + _PLOT + _SHARE - 4}" y="{y + 4:.1f}" '
+        f'text-anchor="end">{bar.estimate + 0.0:.1f}×</text>'
+    )
+    return label + whisker + dot + share
 
 
 def _arrow(lower: float, upper: float, y: float, outcome: str) -> str:
@@ -133,23 +140,8 @@ def _arrow(lower: float, upper: float, y: float, outcome: str) -> str:
     return "".join(f'<polygon class="head {outcome}" points="{points}"/>' for points in heads)
 
 
-def ladder(steps: Sequence[tuple[str, float]]) -> str:
-    """Named divergences in nats as bars of their logarithm, from 1e-5 to 10."""
-    height, low, high = 22 * len(steps) + 8, -5.0, 1.0
-    parts = []
-    for i, (label, nats) in enumerate(steps):
-        y = 4 + 22 * i
-        reach = (math.log10(nats) - low) / (high - low) if nats > 0 else 0.0
-        width = max(0.0, min(1.0, reach)) * _PLOT
-        parts.append(
-            f'<text x="{_LABEL - 10}" y="{y + 14}" text-anchor="end">{escape(label)}</text>'
-            f'<rect class="bar" x="{_LABEL}" y="{y + 3}" width="{width:.1f}" height="14" rx="2"/>'
-            f'<text x="{_LABEL + width + 6:.1f}" y="{y + 14}">{nats:.5f}</text>'
-        )
-    return _svg(_LABEL + _PLOT + 90, height, "KL divergence per token, logarithmic", parts)
-
-
-def _svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
+def svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
+    """A picture that scales with the page. title: what a screen reader says."""
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}" '
         f'xmlns="http://www.w3.org/2000/svg"><title>{escape(title)}</title>'

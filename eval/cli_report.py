@@ -11,6 +11,11 @@ from rich.console import Console
 
 from eval.errors import UsageError
 
+_NEEDED = frozenset(
+    {"verdict", "measured", "findings", "measurements", "items", "kld", "layer1", "artifact",
+     "regressions", "samples_sha256"}
+)  # fmt: skip
+
 
 def report(
     evaluation: Annotated[
@@ -19,8 +24,20 @@ def report(
     review: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="review.json of `evaluate review score`, for the third layer."
+            metavar="FILE",
+            help="review.json of `evaluate review score`: layer 3 joins the verdict, in the "
+            "report and in the artifact's stamp.",
         ),
+    ] = None,
+    bench: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="What `runtime bench --json FILE` measured of the artifact."
+        ),
+    ] = None,
+    bench_base: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The same of the base, under the same load."),
     ] = None,
     redact: Annotated[
         bool,
@@ -29,56 +46,92 @@ def report(
             help="Keep requests, answers and right values out. Not with --out: for good.",
         ),
     ] = False,
+    stamp: Annotated[
+        bool,
+        typer.Option(
+            "--stamp/--no-stamp", help="With --review: write the verdict of all layers into ART."
+        ),
+    ] = True,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where they go. [dim]Default: the same folder.[/]"),
     ] = None,
 ) -> None:
-    """Make report.html, junit.xml and summary.md anew from report.json, for another look: with the
-    people's review, or without confidential words."""
+    """Make all pages anew from report.json, for another look: with the people's review, with
+    measured speed, or without confidential words. The exit code is 0 whatever the verdict."""
+    from eval.joining import complete
     from eval.redaction import redacted
-    from eval.report import HTML_NAME, JSON_NAME, MARKDOWN_NAME, pages, write_files
+    from eval.report import HTML_NAME, JSON_NAME, pages, write_files
 
     data = read_report(evaluation / JSON_NAME)
-    if review is not None:
-        data["review"] = _of_the_same(_read(review), data, review)
+    if bench is not None or bench_base is not None:
+        data["speed"] = _speed(bench, bench_base)
     data = redacted(data) if redact else data
     place = out or evaluation
-    write_files(pages(data), place)
-    if redact and out is None:
-        # It quotes answers, and cannot be made from values without them.
-        (evaluation / MARKDOWN_NAME).unlink(missing_ok=True)
-    Console(highlight=False).print(str(place / HTML_NAME), markup=False, soft_wrap=True)
+    console = Console(highlight=False)
+    if review is not None:
+        found = read_object(review)
+        joined = complete(data, found, str(review), place, stamp=stamp, redact=redact)
+        console.print(f"{joined.data['verdict'].upper()}: {joined.data['summary']}", markup=False)
+    else:
+        write_files(pages(data), place)
+    console.print(str(place / HTML_NAME), markup=False, soft_wrap=True)
 
 
-def _of_the_same(review: dict[str, Any], data: dict[str, Any], path: Path) -> dict[str, Any]:
-    """`review`, which must be of the artifact that the report judges."""
-    found, expected = review.get("artifact_digest"), data["artifact"]["digest"]
-    if found != expected or "verdict" not in review:
+def _speed(bench: Path | None, bench_base: Path | None) -> dict[str, Any]:
+    """Both runs of `runtime bench`, which must be comparable."""
+    if bench is None:
+        raise UsageError("--bench-base needs --bench: what the artifact does itself")
+    found = {"candidate": _bench(bench)}
+    if bench_base is None:
+        return found
+    found["base"] = _bench(bench_base)
+    loads = [run["concurrency"] for run in found.values()]
+    if len(set(loads)) > 1:
         raise UsageError(
-            f"{path} is no review of this artifact: it names the digest {found}, the report "
-            f"{expected}"
+            f"{bench} had {loads[0]} requests at once and {bench_base} {loads[1]}: speeds under "
+            "different loads cannot be compared; run both with the same --concurrency"
         )
-    return review
+    return found
+
+
+def _bench(path: Path) -> dict[str, Any]:
+    run = read_object(path)
+    missing = {"sent", "ok", "concurrency", "output_tok_s", "ttft_ms", "tpot_ms"} - run.keys()
+    if missing:
+        raise UsageError(
+            f"{path} is not what `runtime bench --json` writes: it lacks "
+            f"{', '.join(sorted(missing))}"
+        )
+    if run["ok"] < run["sent"] or not run["ok"] or not run["tpot_ms"]:
+        raise UsageError(
+            f"{path}: only {run['ok']} of {run['sent']} requests were answered with text; a speed "
+            "is that of a run without failures"
+        )
+    return run
 
 
 def read_report(path: Path) -> dict[str, Any]:
     """The values of a report.json of this major version; UsageError names what is wrong."""
     from eval.report import REPORT_VERSION
 
-    data = _read(path)
+    data = read_object(path)
     found, major = data.get("format_version"), REPORT_VERSION.partition(".")[0]
     if not isinstance(found, str) or found.partition(".")[0] != major:
         raise UsageError(
             f"{path}: format_version is {found!r}; expected {major}.x, as `evaluate` writes it"
         )
-    missing = {"verdict", "findings", "measurements", "items", "kld", "artifact"} - data.keys()
+    missing = _NEEDED - data.keys()
     if missing:
-        raise UsageError(f"{path}: no report of `evaluate`, it lacks {', '.join(sorted(missing))}")
+        raise UsageError(
+            f"{path}: no report of this version's `evaluate`, it lacks "
+            f"{', '.join(sorted(missing))}; evaluate again"
+        )
     return data
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; UsageError names what is wrong."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

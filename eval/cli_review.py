@@ -17,7 +17,7 @@ app = typer.Typer(
     "evaluate my-model-w4a16 --out report\n\n"
     "evaluate review pack report --out blind\n\n"
     "evaluate review serve blind\n\n"
-    "evaluate review score blind",
+    "evaluate review score blind --evaluation report",
 )
 
 PackArgument = Annotated[
@@ -48,21 +48,26 @@ def pack(
         ),
     ] = True,
     margin: Annotated[
-        float,
+        float | None,
         typer.Option(
-            min=0.001, max=0.999, help="Net share of requests in which the base may be preferred."
+            min=0.001,
+            max=0.999,
+            help="Net share of requests in which the base may be preferred. "
+            "[dim]Default: what the gates demand, else 0.15.[/]",
         ),
-    ] = 0.15,
+    ] = None,
     max_critical: Annotated[
-        float,
+        float | None,
         typer.Option(
-            min=0.001, max=0.999, help="Share of requests in which the candidate alone may do harm."
+            min=0.001,
+            max=0.999,
+            help="Share of requests in which the candidate alone may do "
+            "harm. [dim]Default: what the gates demand, else 0.03.[/]",
         ),
-    ] = 0.03,
+    ] = None,
 ) -> None:
     """Make a pack; the text of --help is above."""
     from eval.review.commands import make_pack
-    from eval.review.pack import Rules
     from eval.review.wording import packed
 
     made = make_pack(
@@ -71,7 +76,8 @@ def pack(
         count=n,
         seed=seed,
         redact=redact,
-        rules=Rules(margin=margin, max_critical=max_critical),
+        margin=margin,
+        max_critical=max_critical,
     )
     for line in packed(made.draw, made.asked):
         typer.echo(line)
@@ -126,6 +132,20 @@ def score(
             metavar="DIR", help="For review.json, .md, .html. [dim]Default: PACK-review.[/]"
         ),
     ] = None,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="EVALUATION_DIR",
+            help="The evaluation that the pack is from: layer 3 joins its verdict, in its report "
+            "and in the artifact's stamp, and the exit code is that of all layers.",
+        ),
+    ] = None,
+    stamp: Annotated[
+        bool,
+        typer.Option(
+            "--stamp/--no-stamp", help="With --evaluation: write the verdict into the artifact."
+        ),
+    ] = True,
 ) -> None:
     """Score a pack; the text of --help is above."""
     from eval.review.commands import score_pack
@@ -136,4 +156,19 @@ def score(
     for line in scored(review):
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"\nFiles: {folder}/review.html, review.md, review.json", markup=False)
-    raise typer.Exit(review.exit_code)
+    if evaluation is None:
+        raise typer.Exit(review.exit_code)
+    raise typer.Exit(_join(console, evaluation, folder / "review.json", stamp=stamp))
+
+
+def _join(console: Console, evaluation: Path, review: Path, *, stamp: bool) -> int:
+    """Layer 3 into the evaluation's verdict; its exit code."""
+    from eval.cli_report import read_object, read_report
+    from eval.joining import complete
+
+    data = read_report(evaluation / "report.json")
+    joined = complete(data, read_object(review), str(review), evaluation, stamp=stamp)
+    console.print(f"\n{joined.data['verdict'].upper()}: {joined.data['summary']}", markup=False)
+    stamped = joined.stamp or "none written (--no-stamp, or the artifact has none)"
+    console.print(f"report   {evaluation}/report.html\nstamp    {stamped}", markup=False)
+    return int(joined.data["exit_code"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -73,6 +74,11 @@ class Exchange:
             return None
         pairs = enumerate(zip(base, candidate, strict=False))
         return next((i for i, (a, b) in pairs if a != b), min(len(base), len(candidate)))
+
+
+def num_differing(exchanges: Sequence[Exchange]) -> int:
+    """Answers that people could tell apart: white space around one is nothing."""
+    return sum(x.base_text.strip() != x.candidate_text.strip() for x in exchanges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

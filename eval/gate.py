@@ -9,13 +9,14 @@ model, file or clock; `eval.gate_rules` says what one rule makes of one measurem
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from eval.errors import EvaluationError
 from eval.gate_rules import Outcome, answer
 from eval.gate_spec import METRICS, GateSpec, MetricRule, StratumRule
 from eval.measurement import Measurement
+from eval.review.rules import ReviewDemand
 from eval.stats import holm, mcnemar_p
 
 Result = Literal["accepted", "rejected", "inconclusive"]
@@ -69,11 +70,20 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the gate says about an artifact: one finding per rule, in the file's order."""
+    """What the gate says about an artifact: one finding per rule, in the file's order.
+
+    awaits_review: the gates demand a passed review by people, which comes after the measuring.
+    """
 
     result: Result
     findings: tuple[Finding, ...]
     alarms: tuple[Alarm, ...] = ()
+    awaits_review: bool = False
+
+    @property
+    def measured(self) -> Result:
+        """What layers 1 and 2 alone say."""
+        return _result(self.findings)
 
     @property
     def exit_code(self) -> int:
@@ -143,6 +153,19 @@ def judge(
         for q in questions
     )
     return Verdict(result=_result(findings), findings=findings, alarms=alarms)
+
+
+def await_review(verdict: Verdict, demand: ReviewDemand | None, num_differing: int) -> Verdict:
+    """The verdict before people were asked, where a gates file demands that they be.
+
+    num_differing: answers that are not the base's; without one, nobody can prefer anything.
+    """
+    if demand is None or not demand.required or not num_differing:
+        return verdict
+    is_open = verdict.result == "accepted"
+    return replace(
+        verdict, awaits_review=True, result="inconclusive" if is_open else verdict.result
+    )
 
 
 def _result(findings: tuple[Finding, ...]) -> Result:

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from eval.checks.catalogue import TASK_METRICS
 from eval.errors import GateSpecError
+from eval.review.rules import ReviewDemand
 
 LimitKind = Literal["max", "min", "max_drop"]
 
@@ -129,7 +130,8 @@ class MetricRule(StratumRule):
 
 
 class GateSpec(BaseModel):
-    """A whole gates file. `confidence` is one-sided; `draws` is for the bootstrap."""
+    """A whole gates file. `confidence` is one-sided; `draws` is for the bootstrap; `review` is what
+    people must find (layer 3), None when they need not be asked."""
 
     model_config = _STRICT
 
@@ -137,6 +139,7 @@ class GateSpec(BaseModel):
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     draws: int = Field(default=10_000, ge=1000, le=1_000_000)
     metrics: dict[str, MetricRule] = Field(min_length=1)
+    review: ReviewDemand | None = None
 
     @model_validator(mode="after")
     def _something_required(self) -> GateSpec:
@@ -219,7 +222,9 @@ def _explain(error: ErrorDetails, root: yaml.Node, where: str) -> str:
     key = ".".join(str(part) for part in loc)
     if error["type"] == "extra_forbidden":
         known: type[BaseModel] = StratumRule
-        if len(loc) < 4:
+        if loc[0] == "review" and len(loc) > 1:
+            known = ReviewDemand
+        elif len(loc) < 4:
             known = GateSpec if len(loc) == 1 else MetricRule
         return f"{place}: unknown key {key!r}{_nearest(str(loc[-1]), tuple(known.model_fields))}"
     if error["type"] == "missing":

@@ -15,7 +15,24 @@ _NAMES = ("wrong_fields", "missed")
 
 def redacted(data: Mapping[str, Any]) -> dict[str, Any]:
     """report.json's values with every text of an item put out of sight."""
-    return {**data, "is_redacted": True, "items": [_item(item) for item in data["items"]]}
+    return {
+        **data,
+        "is_redacted": True,
+        "items": [_item(item) for item in data["items"]],
+        "regressions": [],
+        "review": _review(data.get("review")),
+    }
+
+
+def _review(review: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Votes without what raters noted."""
+    if review is None:
+        return None
+    items = [
+        {**item, "votes": [{**vote, "note": _hidden(vote["note"])} for vote in item["votes"]]}
+        for item in review.get("items", ())
+    ]
+    return {**review, "items": items}
 
 
 def _item(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,11 @@ All files are made first and then moved into place, so a reader never meets half
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,20 @@ from eval import report_layer1, wording
 from eval.checks.catalogue import TASK_METRICS
 from eval.checks.registry import Scored
 from eval.errors import UsageError
-from eval.evaluation import Evaluation, Exchange
+from eval.evaluation import Evaluation, Exchange, num_differing
 from eval.gate import Finding
 from eval.gate_spec import METRICS
 from eval.measurement import Measurement
 from eval.metrics.normalise import NORMALISATION_VERSION
 from eval.redaction import redacted
 from eval.report_formats import to_junit, to_summary
+from eval.report_markdown import to_markdown
 from eval.report_page import to_html
 from eval.stats import mcnemar_p
 from eval.targets.base import Answer
+from runtime.engine.build import build
 
-REPORT_VERSION = "1.2"
+REPORT_VERSION = "1.3"
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
 JUNIT_NAME, SUMMARY_NAME, SAMPLES_NAME = "junit.xml", "summary.md", "samples.jsonl"
 UNIT = (
@@ -47,9 +50,8 @@ def write_report(evaluation: Evaluation, out: Path, *, redact: bool = False) -> 
     redact: none of them quotes a request, an answer or a right value.
     Returns the paths of report.md and report.json.
     """
-    data = to_json(evaluation)
-    data = redacted(data) if redact else data
-    write_files({MARKDOWN_NAME: to_markdown(evaluation, redact=redact), **pages(data)}, out)
+    data = to_json(evaluation, out)
+    write_files(pages(redacted(data) if redact else data), out)
     return out / MARKDOWN_NAME, out / JSON_NAME
 
 
@@ -57,11 +59,22 @@ def pages(data: dict[str, Any]) -> dict[str, str]:
     """The files that are made from report.json's values, it among them."""
     return {
         JSON_NAME: json.dumps(data, indent=2, ensure_ascii=False) + "\n",
+        MARKDOWN_NAME: to_markdown(data),
         HTML_NAME: to_html(data),
         JUNIT_NAME: to_junit(data),
         SUMMARY_NAME: to_summary(data),
-        SAMPLES_NAME: "".join(json.dumps(i, ensure_ascii=False) + "\n" for i in data["items"]),
+        SAMPLES_NAME: _lines(data["items"]),
     }
+
+
+def _lines(items: Sequence[dict[str, Any]]) -> str:
+    """samples.jsonl."""
+    return "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
+
+
+def _bytes(text: str) -> bytes:
+    """What stands on disk. A lone surrogate in a model's answer must not cost the report."""
+    return text.encode("utf-8", errors="backslashreplace")
 
 
 def write_files(texts: dict[str, str], out: Path) -> None:
@@ -71,8 +84,7 @@ def write_files(texts: dict[str, str], out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
-            # A lone surrogate in a model's answer must not cost the report.
-            staged[path].write_text(text, encoding="utf-8", errors="backslashreplace")
+            staged[path].write_bytes(_bytes(text))
         for path in files:
             staged[path].replace(path)
     except OSError as error:
@@ -81,9 +93,13 @@ def write_files(texts: dict[str, str], out: Path) -> None:
         raise UsageError(f"cannot write the report to {out}: {error.strerror}") from error
 
 
-def to_json(evaluation: Evaluation) -> dict[str, Any]:
-    """All of it as JSON values. Infinite bounds (too few clusters) become null."""
+def to_json(evaluation: Evaluation, out: Path) -> dict[str, Any]:
+    """All of it as JSON values. Infinite bounds (too few clusters) become null.
+
+    out: the folder the reports go to, for the commands that come next.
+    """
     e = evaluation
+    items = [sample(exchange) for exchange in e.exchanges]
     return {
         "format_version": REPORT_VERSION,
         "verdict": e.verdict.result,
@@ -95,12 +111,23 @@ def to_json(evaluation: Evaluation) -> dict[str, Any]:
         "sizes": {"artifact_bytes": e.artifact.stored_bytes, "dense_bytes": e.artifact.dense_bytes},
         "base": asdict(e.base),
         "numerics": asdict(e.numerics),
-        "gates": {"path": str(e.gates.path), "sha256": e.gates.sha256},
+        "measured": {
+            "verdict": e.verdict.measured, "summary": wording.summary_of_measured(e),
+        },
+        "next": wording.next_steps(e, out),
+        "remarks": wording.remarks(e),
+        "engine": build(),
+        "gates": {
+            "path": str(e.gates.path),
+            "sha256": e.gates.sha256,
+            "review": None if (asked := e.gates.spec.review) is None else asked.model_dump(),
+        },
         "suite": {"directory": str(e.suite.directory), "sha256": e.suite.digests},
         "method": {
             **asdict(e.amounts),
             **asdict(e.sampling),
-            "unit": UNIT,
+            "unit": f"{UNIT}; {e.num_windows} windows of <= {e.amounts.window_tokens} tokens",
+            "scope": wording.scope(e),
             "num_windows": e.num_windows,
             "num_documents": e.num_documents,
             "num_items": len(e.exchanges),
@@ -119,8 +146,14 @@ def to_json(evaluation: Evaluation) -> dict[str, Any]:
         "layer1": report_layer1.to_json(e.layer1),
         "answers": _answers(e),
         "notes": list(e.notes),
-        "items": [sample(exchange) for exchange in e.exchanges],
-    }
+        "regressions": [
+            {"id": x.pair.item.id, "why": wording.went_wrong(x), "gold": wording.gold(x)}
+            for x in wording.regressions(e)
+        ],
+        "review": None,
+        "samples_sha256": hashlib.sha256(_bytes(_lines(items))).hexdigest(),
+        "items": items,
+    }  # fmt: skip
 
 
 def _finite(number: float | None) -> float | None:
@@ -182,6 +215,7 @@ def _answers(e: Evaluation) -> dict[str, Any]:
     return {
         "base": _side([x.pair.base for x in e.exchanges]),
         "candidate": _side([x.pair.candidate for x in e.exchanges]),
+        "num_differing": num_differing(e.exchanges),
         "identical": 1 - len(apart) / len(e.exchanges),
         "median_first_divergence": apart[len(apart) // 2] if apart else None,
         "token_ratio_percentiles": _lengths(e.exchanges),
@@ -245,154 +279,3 @@ def _answer(text: str, answer: Answer, scored: Scored) -> dict[str, Any]:
         "num_tokens": len(answer.token_ids),
         **asdict(scored),
     }
-
-
-def to_markdown(evaluation: Evaluation, *, redact: bool = False) -> str:
-    """The report a person reads: verdict first, provenance last. redact: without the answers."""
-    e = evaluation
-    parts = [
-        f"# {e.verdict.result.upper()}: {e.artifact.path.name}",
-        f"{wording.summary(e)}",
-        "\n".join(f"- {step}" for step in wording.next_steps(e)),
-        "## Gate",
-        _gate_table(e),
-        "In parentheses: guards, which reject what certainly got worse but need not be decided.",
-        *wording.remarks(e),
-        wording.detectable(e),
-        *[f"> {note}" for note in e.notes],
-        "## Domains",
-        _domain_table(e),
-        "## Divergence from the base, per token",
-        _kld_table(e),
-        "## Every statistic by domain, position and input length",
-        report_layer1.to_markdown(e.layer1, _table),
-        "## Answers",
-        _answer_table(e),
-        "## Worst regressions",
-        "(redacted)" if redact else _regressions(e),
-        "## Provenance",
-        _provenance(e),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
-
-
-def _gate_table(e: Evaluation) -> str:
-    return _table(
-        ("metric", "base", "candidate", "difference [interval]", "limit", "verdict"),
-        (
-            (
-                f.label,
-                wording.value(f.measurement.base, f.measurement),
-                wording.value(f.measurement.candidate, f.measurement),
-                wording.difference(f.measurement),
-                wording.limit(f.rule),
-                wording.in_words(f),
-            )
-            for f in e.verdict.findings
-        ),
-    )
-
-
-def _domain_table(e: Evaluation) -> str:
-    measured = {m.name: dict(m.domains) for m in e.measurements}
-    names = sorted({name for domains in measured.values() for name in domains})
-    return _table(
-        ("domain", *(METRICS[name].label for name in measured)),
-        (
-            (
-                domain,
-                *(
-                    wording.difference(parts[domain]) if domain in parts else ""
-                    for parts in measured.values()
-                ),
-            )
-            for domain in names
-        ),
-    )
-
-
-def _kld_table(e: Evaluation) -> str:
-    ladder = e.ladder
-    rows = [("Mean KLD", f"{ladder.mean:.5f}"), ("Maximum KLD", f"{ladder.maximum:.5f}")]
-    for percent, nats in sorted(ladder.percentiles.items(), reverse=True):
-        label = "Median KLD" if percent == 50 else f"{percent:.1f}% KLD"
-        rows.append((label, f"{nats:.5f}"))
-    rows += [
-        (f"tokens with KLD > {nats:g}", f"{share:.2%}") for nats, share in ladder.above.items()
-    ]
-    return _table(("statistic", "nats"), rows)
-
-
-def _answer_table(e: Evaluation) -> str:
-    answers = _answers(e)
-    rows = [
-        (
-            METRICS[key].label if key in METRICS else key,
-            f"{answers['base'][key]:.1%}",
-            f"{answers['candidate'][key]:.1%}",
-        )
-        for key in answers["base"]
-    ]
-    apart = answers["median_first_divergence"]
-    tail = f"{answers['identical']:.1%} of the answers are identical"
-    tail += "." if apart is None else f"; the others part at token {apart} (median)."
-    return _table(("share of answers", "base", "candidate"), rows) + "\n\n" + tail
-
-
-def _regressions(e: Evaluation) -> str:
-    worst = wording.regressions(e)
-    if not worst:
-        return "No item got worse."
-    return "\n\n".join(
-        f"**{x.pair.item.id}**: {wording.went_wrong(x)}\n\n"
-        + "\n".join(
-            _quoted(who, text)
-            for who, text in (
-                ("right", wording.gold(x)),
-                ("base", x.base_text),
-                ("candidate", x.candidate_text),
-            )
-        )
-        for x in worst
-    )
-
-
-def _quoted(who: str, text: str) -> str:
-    body = "\n".join("    " + line for line in text.strip().splitlines() or ["(empty)"])
-    return f"{who}:\n\n{body}\n"
-
-
-def _provenance(e: Evaluation) -> str:
-    schemes = ", ".join(f"{label} x {count}" for label, count in e.artifact.schemes.items())
-    rows = [
-        ("artifact", f"{e.artifact.path}, digest {e.artifact.digest}"),
-        ("recipe", e.artifact.recipe),
-        ("schemes", schemes),
-        ("base", f"{e.base.name}, digest {e.base.digest}"),
-        ("base computed by", e.base.description),
-        ("candidate computed by", f"{e.numerics.description}, lm_head {e.numerics.lm_head_scheme}"),
-        ("chat template", str(e.numerics.chat_template_sha256)),
-        ("gates", f"{e.gates.path}, sha256 {e.gates.sha256}"),
-        ("suite", f"{e.suite.directory}"),
-        *((name, f"sha256 {digest}") for name, digest in e.suite.digests.items()),
-        ("perplexity", f"{UNIT}; {e.num_windows} windows of <= {e.amounts.window_tokens} tokens"),
-        ("scored", wording.scope(e)),
-        (
-            "intervals",
-            f"one-sided {e.sampling.confidence:.0%} bounds; score test (paired proportions), "
-            f"bootstrap over documents and items, {e.sampling.draws:,} draws, seed "
-            f"{e.sampling.seed}",
-        ),
-        ("judged", f"{e.judged_at.isoformat(timespec='seconds')}, {e.seconds:.0f} s"),
-    ]
-    return _table(("", ""), rows)

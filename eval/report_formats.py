@@ -7,15 +7,18 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from eval import figures
 from eval.charts import measurement_of
-from eval.report_page import difference, worst
+from eval.report_page import badges, worst
+from eval.review.verdict import PENDING, is_demanded, state
 
 _MOST_LINES = 40
 
 
 def to_junit(data: Mapping[str, Any]) -> str:
-    """A test case for each metric, and for each of its domains: a broken limit is a failure, an
-    open question a failure of the type `inconclusive`."""
+    """A test case for each metric, for each of its domains, and for each question to people: a
+    broken limit is a failure, an open question a failure of the type `inconclusive` or `pending`.
+    """
     name = Path(data["artifact"]["path"]).name
     suite = ET.Element(
         "testsuite", name=f"evaluate {name}", timestamp=data["judged_at"].partition("+")[0],
@@ -47,9 +50,34 @@ def _cases(data: Mapping[str, Any]) -> Iterator[ET.Element]:
             ET.SubElement(case, kind, type="inconclusive", message=_clean(finding["reason"]))
         ET.SubElement(case, "system-out").text = _clean(finding["reason"])
         yield case
+    yield from _people(data)
     for metric, m in data["measurements"].items():
         judged = {f["stratum"] for f in data["findings"] if f["metric"] == metric}
         yield from _domains(metric, m, judged)
+
+
+def _people(data: Mapping[str, Any]) -> Iterator[ET.Element]:
+    """Layer 3, where it is demanded or was given: a case for each question, one while it is open.
+
+    A question that is open is a failure where the gates demand an answer.
+    """
+    found, review = state(data), data.get("review")
+    if found == "none":
+        return
+    asked = list(review["answers"]) if review is not None else []
+    if not asked:
+        said = PENDING if review is None else review["summary"]
+        asked = [{"name": "review", "outcome": "pending", "reason": said}]
+    for answer in asked:
+        case = ET.Element("testcase", classname="evaluate.review", name=answer["name"])
+        reason, outcome = _clean(answer["reason"]), answer["outcome"]
+        if outcome == "fail":
+            ET.SubElement(case, "failure", type="rejected", message=reason)
+        elif outcome != "pass":
+            kind = "failure" if is_demanded(data) else "skipped"
+            ET.SubElement(case, kind, type=outcome, message=reason)
+        ET.SubElement(case, "system-out").text = reason
+        yield case
 
 
 def _domains(metric: str, m: Mapping[str, Any], judged: Set[str]) -> Iterator[ET.Element]:
@@ -58,7 +86,7 @@ def _domains(metric: str, m: Mapping[str, Any], judged: Set[str]) -> Iterator[ET
         if domain in judged:
             continue
         case = ET.Element("testcase", classname="evaluate.domains", name=f"{metric}[{domain}]")
-        ET.SubElement(case, "system-out").text = _clean(difference(part))
+        ET.SubElement(case, "system-out").text = _clean(figures.of_measurement(part))
         yield case
 
 
@@ -75,12 +103,16 @@ def to_summary(data: Mapping[str, Any]) -> str:
         "",
         data["summary"],
         "",
+        "; ".join(f"{badge.name}: {badge.word}" for badge in badges(data)) + ".",
+        "",
         "| metric | difference [interval] | verdict |",
         "| --- | --- | --- |",
     ]
     for finding in data["findings"][:20]:
         m = measurement_of(finding, data["measurements"])
-        lines.append(f"| {finding['label']} | {difference(m)} | {mark[finding['outcome']]} |")
+        lines.append(
+            f"| {finding['label']} | {figures.of_measurement(m)} | {mark[finding['outcome']]} |"
+        )
     broken = worst(data)
     if broken:
         lines += ["", "Worst:", *(f"- {line}" for line in broken)]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from eval.metrics.ladder import Layer1, Part, Statistics
+from eval import figures
+from eval.metrics.ladder import Layer1, Part
 from eval.stats import Interval
+
+KLD, LOG_RATIO = "Mean KLD", "Mean ln(PPL(Q)/PPL(base))"
+# What is known of each place in a text.
+PLACED = (KLD, LOG_RATIO)
 
 
 def to_json(layer1: Layer1) -> dict[str, Any]:
@@ -21,8 +26,8 @@ def to_json(layer1: Layer1) -> dict[str, Any]:
         return {
             "label": part.label,
             "num_tokens": part.num_tokens,
-            "Mean KLD": bounds(part.kld),
-            "Mean ln(PPL(Q)/PPL(base))": bounds(part.log_ratio),
+            KLD: bounds(part.kld),
+            LOG_RATIO: bounds(part.log_ratio),
         }
 
     return {
@@ -41,33 +46,45 @@ def to_json(layer1: Layer1) -> dict[str, Any]:
     }
 
 
-def to_markdown(layer1: Layer1, table: Callable[..., str]) -> str:
+def is_point(found: object) -> bool:
+    """Whether a domain's statistic has no interval: a percentile or an extreme."""
+    return not isinstance(found, Mapping)
+
+
+def names(domains: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The statistics, those with intervals first."""
+    first = next(iter(domains.values()))
+    return [name for name in first if not name.startswith("num_")]
+
+
+def said(found: Any) -> str:
+    """One statistic in words."""
+    if not is_point(found):
+        return figures.bounds(found)
+    return "not a number" if found is None else f"{found:.5f}"
+
+
+def to_markdown(layer1: Mapping[str, Any], table: Callable[..., str]) -> str:
     """Every statistic by domain, then the error by position and by input length."""
-    domains = layer1.domains
-    names = [*domains[0].means, *domains[0].points]
+    domains = layer1["domains"]
     ladders = table(
-        ("statistic", *(s.domain or "all" for s in domains)),
-        ((name, *(_statistic(s, name) for s in domains)) for name in names),
+        ("statistic", *domains),
+        ((name, *(said(part[name]) for part in domains.values())) for name in names(domains)),
     )
     places = table(
-        ("scored tokens", "number", "Mean KLD", "Mean ln(PPL(Q)/PPL(base))"),
+        ("scored tokens", "number", *PLACED),
         (
-            (part.label, f"{part.num_tokens:,}", _bounds(part.kld), _bounds(part.log_ratio))
-            for part in (*layer1.positions, *layer1.lengths)
+            (part["label"], f"{part['num_tokens']:,}", *(figures.bounds(part[k]) for k in PLACED))
+            for part in (*layer1["positions"], *layer1["lengths"])
         ),
     )
-    slope = f"Mean KLD changes by {_bounds(layer1.slope)} nats from a window's first to last token."
-    return f"{ladders}\n\n{places}\n\n{slope}"
+    return f"{ladders}\n\n{places}\n\n{slope(layer1)}"
 
 
-def _statistic(s: Statistics, name: str) -> str:
-    return _bounds(s.means[name]) if name in s.means else f"{s.points[name]:.5f}"
-
-
-def _bounds(interval: Interval) -> str:
-    if not (math.isfinite(interval.lower) and math.isfinite(interval.upper)):
-        return f"{interval.estimate:.5f}"
-    return f"{interval.estimate:.5f} [{interval.lower:.5f}, {interval.upper:.5f}]"
+def slope(layer1: Mapping[str, Any]) -> str:
+    """The drift from a window's beginning to its end, as a sentence."""
+    drift = figures.bounds(layer1["kld_slope"])
+    return f"Mean KLD changes by {drift} nats from a window's first to last token."
 
 
 def _finite(number: float) -> float | None:

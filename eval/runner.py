@@ -17,8 +17,8 @@ from eval.answer_log import AnswerLog
 from eval.asking import Asked, ask_all, read_reply
 from eval.checks.registry import score_reply
 from eval.errors import EvaluationError
-from eval.evaluation import Evaluation, Exchange
-from eval.gate import judge
+from eval.evaluation import Evaluation, Exchange, num_differing
+from eval.gate import await_review, judge
 from eval.metrics import answers, divergence, ladder, load
 from eval.metrics.answers import PairedItem
 from eval.metrics.divergence import WindowScores
@@ -65,7 +65,11 @@ def weigh(job: Job, progress: Progress) -> Evaluation:
         *answers.measure([e.pair for e in exchanges], sampling),
         *(load.measure(by_level[0], exchanges, sampling) if len(by_level) > 1 else ()),
     )
-    verdict = judge(rules, {m.name: m for m in measurements}, noise.measurements)
+    verdict = await_review(
+        judge(rules, {m.name: m for m in measurements}, noise.measurements),
+        rules.review,
+        num_differing(exchanges),
+    )
     require_unchanged(opened.artifact)
     log.finish()
     progress.advance(1)

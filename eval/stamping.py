@@ -1,17 +1,30 @@
-"""The stamp: an evaluation as gate.json beside the artifact it judged."""
+"""The stamp: an evaluation as gate.json in the artifact it judged, and people's review."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from eval import wording
+from eval.errors import UsageError
 from eval.evaluation import Evaluation
 from eval.gate import Finding
 from eval.gate_rules import Outcome
 from eval.measurement import Measurement
+from eval.review.verdict import is_demanded
 from eval.suites import TEXT_FILE
-from quant.artifact.stamp import STAMP_NAME, MetricRecord, Numerics, Stamp, Verdict, write_stamp
+from quant.artifact.stamp import (
+    STAMP_NAME,
+    MetricRecord,
+    Numerics,
+    ReviewRecord,
+    Stamp,
+    Verdict,
+    read_stamp,
+    write_stamp,
+)
 from runtime.engine.build import build
 
 _VERDICTS: dict[Outcome, Verdict] = {
@@ -48,6 +61,56 @@ def to_stamp(evaluation: Evaluation) -> Stamp:
         seeds={"items and windows": e.amounts.seed, "bootstrap": e.sampling.seed},
         engine=build(),
         summary=wording.summary(e),
+        review=ReviewRecord(verdict="pending", required=True) if e.verdict.awaits_review else None,
+    )
+
+
+def add_review(data: Mapping[str, Any]) -> Path | None:
+    """Bring the review of report.json's values into the stamp of that very evaluation.
+
+    None when the artifact has no stamp (or is elsewhere): nothing is written. UsageError when its
+    stamp is another evaluation's, and ArtifactError when it cannot be read or written.
+    """
+    artifact = Path(data["artifact"]["path"])
+    stamp = read_stamp(artifact)
+    if stamp is None:
+        return None
+    for what, found, expected in (
+        ("artifact digest", stamp.artifact_digest, data["artifact"]["digest"]),
+        ("gates_sha256", stamp.gates_sha256, data["gates"]["sha256"]),
+        ("judged_at", stamp.judged_at, data["judged_at"]),
+    ):
+        if found != expected:
+            raise UsageError(
+                f"{artifact / STAMP_NAME} is the stamp of another evaluation: its {what} is "
+                f"{found}, the report's {expected}; evaluate again, or pass --no-stamp"
+            )
+    joined = {
+        "verdict": data["verdict"], "summary": data["summary"], "review": _review_record(data),
+        "format_version": Stamp.model_fields["format_version"].default,
+    }  # fmt: skip
+    write_stamp(artifact, stamp.model_copy(update=joined))
+    return artifact / STAMP_NAME
+
+
+def _review_record(data: Mapping[str, Any]) -> ReviewRecord:
+    review = data["review"]
+    preference = (review["preference"] or {}).get("net", {})
+    critical = (review["faults"] or {}).get("new", {})
+    return ReviewRecord(
+        verdict=review["verdict"],
+        required=is_demanded(data),
+        num_raters=len(review["raters"]),
+        num_requests=review["num_rated"],
+        preference=preference.get("estimate"),
+        preference_low=preference.get("lower"),
+        preference_high=preference.get("upper"),
+        critical=critical.get("estimate"),
+        critical_low=critical.get("lower"),
+        critical_high=critical.get("upper"),
+        pack_sha256=review["pack"]["sha256"],
+        samples_sha256=review["samples_sha256"],
+        summary=review["summary"],
     )
 
 

@@ -16,9 +16,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from eval import wording
+from eval import figures, wording
 from eval.api import Written
 from eval.evaluation import Evaluation, Exchange
+from eval.measurement import Measurement
 
 _COLOURS = {
     "accepted": "green",
@@ -95,7 +96,7 @@ def show(console: Console, written: Written) -> None:
         console.print(Text(f"note: {note}", style="dim"))
     _show_regressions(console, e)
     console.print("\n[bold]Next[/]")
-    for step in wording.next_steps(e):
+    for step in wording.next_steps(e, written.json.parent):
         console.print(f"  {escape(step)}", soft_wrap=True)
     console.print("\n[bold]Files[/]")
     for what, path in (
@@ -115,9 +116,7 @@ def _verdict(e: Evaluation, *, boxed: bool) -> RenderableType:
     result = e.verdict.result
     head = Text(result.upper(), style=f"bold {_COLOURS[result]}")
     head.append(f"  {e.artifact.path.name}", style="bold")
-    why = [Text(wording.sentence(f.reason)) for f in e.verdict.deciding]
-    if result == "accepted":
-        why = [Text(wording.summary(e))]
+    why = [Text(line) for line in wording.why(e)]
     scope = "" if result == "accepted" else f"{wording.scope(e)}; "
     how = Text(
         f"{scope}base {e.base.description}; candidate {e.numerics.description}; {e.seconds:.0f} s",
@@ -139,13 +138,20 @@ def _gate_table(e: Evaluation, console: Console) -> Table:
     for f in e.verdict.findings:
         table.add_row(
             f.label,
-            wording.value(f.measurement.base, f.measurement),
-            wording.value(f.measurement.candidate, f.measurement),
-            Text(wording.difference(f.measurement)),
-            wording.limit(f.rule),
-            Text(wording.in_words(f), style=_COLOURS.get(f.outcome, "yellow")),
+            figures.value(f.measurement.base, f.measurement.unit),
+            figures.value(f.measurement.candidate, f.measurement.unit),
+            Text(_difference(f.measurement)),
+            figures.limit(f.rule.kind, f.rule.limit),
+            Text(
+                figures.outcome(f.outcome, required=f.rule.required),
+                style=_COLOURS.get(f.outcome, "yellow"),
+            ),
         )
     return table
+
+
+def _difference(m: Measurement) -> str:
+    return figures.difference(m.estimate, m.lower, m.upper, m.unit)
 
 
 def _show_regressions(console: Console, e: Evaluation) -> None:

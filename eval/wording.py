@@ -5,20 +5,19 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from eval.amounts import Amounts
 from eval.checks.catalogue import TASK_METRICS
 from eval.evaluation import Evaluation, Exchange
 from eval.gate import Finding
 from eval.gate_rules import RETENTION_MARGINS
-from eval.gate_spec import StratumRule
-from eval.measurement import Measurement, format_interval
 from eval.metrics.answers import values_of
 from eval.plan import Ability, ability, equal
+from eval.review.verdict import PENDING
 from eval.stats import PairedCounts, drop_upper, fewest_clusters
 
 WORST = 3
-OUTCOMES = {"pass": "pass", "fail": "FAIL", "inconclusive": "undecided"}
 
 # What to prepare next when a scheme is rejected: the first entry that begins a label of the
 # artifact's wins.
@@ -36,11 +35,30 @@ _OWN_DATA = (
 
 
 def summary(evaluation: Evaluation) -> str:
-    """The verdict in at most three sentences."""
+    """The verdict in at most four sentences."""
+    return " ".join([summary_of_measured(evaluation), *_pending(evaluation)])
+
+
+def _pending(evaluation: Evaluation) -> list[str]:
+    """That people were not asked yet. A rejected artifact need not be shown to them."""
     verdict = evaluation.verdict
-    if verdict.result == "accepted":
+    return [PENDING] if verdict.awaits_review and verdict.result != "rejected" else []
+
+
+def summary_of_measured(evaluation: Evaluation) -> str:
+    """What layers 1 and 2 alone say, in at most three sentences."""
+    verdict = evaluation.verdict
+    if verdict.measured == "accepted":
         return f"Every required metric keeps its limit on {scope(evaluation)}."
     return " ".join(sentence(f.reason) for f in verdict.deciding[:2]) + _and_more(evaluation)
+
+
+def why(evaluation: Evaluation) -> list[str]:
+    """One sentence for each finding that decided, and for people who were not asked yet."""
+    if evaluation.verdict.measured == "accepted":
+        return [summary(evaluation)]
+    said = (sentence(f.reason) for f in evaluation.verdict.deciding)
+    return [*said, *_pending(evaluation)]
 
 
 def _and_more(evaluation: Evaluation) -> str:
@@ -68,35 +86,6 @@ def _scored(evaluation: Evaluation) -> int:
 
 def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def limit(rule: StratumRule) -> str:
-    """The limit as a person writes it: <= 1.03, >= 92 %, > -5 pp."""
-    if rule.kind == "max_drop":
-        return f"> -{rule.limit * 100:g} pp"
-    if rule.kind == "min":
-        return f">= {rule.limit:.0%}"
-    return f"<= {rule.limit:g}"
-
-
-def value(number: float | None, m: Measurement) -> str:
-    """A model's own value; shares for paired metrics, perplexity for the ratio."""
-    if number is None:
-        return ""
-    return f"{number:.1%}" if m.unit == "drop" else f"{number:.3f}"
-
-
-def difference(m: Measurement) -> str:
-    """What is judged, with its interval. A loss has a minus sign, as a reader expects."""
-    if m.unit == "drop":
-        return format_interval(-m.estimate, -m.upper, -m.lower, m.unit)
-    return format_interval(m.estimate, m.lower, m.upper, m.unit).replace(" nats", "")
-
-
-def in_words(finding: Finding) -> str:
-    """pass, FAIL or undecided; in parentheses for a guard, which need not be decided."""
-    word = OUTCOMES[finding.outcome]
-    return word if finding.rule.required else f"({word})"
 
 
 def remarks(evaluation: Evaluation) -> list[str]:
@@ -246,14 +235,31 @@ def _flawless(evaluation: Evaluation) -> str:
     )
 
 
-def next_steps(evaluation: Evaluation) -> list[str]:
-    """What to do now, as commands where there is one."""
-    path = evaluation.artifact.path
+def next_steps(evaluation: Evaluation, reports: Path) -> list[str]:
+    """What to do now, as commands where there is one. reports: the folder of the reports."""
     if evaluation.verdict.result == "accepted":
-        return [f"Serve it: {shlex.join(['runtime', 'serve', str(path)])}"]
+        return [serve(evaluation.artifact.path)]
+    if evaluation.verdict.measured == "accepted":
+        return _ask_people(reports)
     if evaluation.verdict.result == "rejected":
         return [*_next_recipe(evaluation), _OWN_DATA]
     return _more_evidence(evaluation)
+
+
+def serve(artifact: Path) -> str:
+    """What an accepted artifact is for."""
+    return f"Serve it: {shlex.join(['runtime', 'serve', str(artifact)])}"
+
+
+def _ask_people(reports: Path) -> list[str]:
+    """Layer 3 as commands."""
+    return [
+        f"Draw what people compare: {shlex.join(['evaluate', 'review', 'pack', str(reports)])} "
+        "--out blind",
+        "Let them compare: evaluate review serve blind",
+        "Complete the verdict: "
+        f"{shlex.join(['evaluate', 'review', 'score', 'blind', '--evaluation', str(reports)])}",
+    ]
 
 
 def _next_recipe(evaluation: Evaluation) -> list[str]:

@@ -16,7 +16,6 @@ from eval.review.pack import (
     Key,
     Origin,
     Pack,
-    Rules,
     check_place,
     key_path,
     open_key,
@@ -24,6 +23,7 @@ from eval.review.pack import (
     seal,
 )
 from eval.review.ratings import read_all
+from eval.review.rules import ReviewDemand, Rules
 from eval.review.samples import SAMPLES_NAME, read_samples
 from eval.review.score import Review, score
 
@@ -41,38 +41,68 @@ class Packed:
 
 
 def make_pack(
-    evaluation: Path, out: Path, *, count: int, seed: int, redact: bool, rules: Rules
+    evaluation: Path,
+    out: Path,
+    *,
+    count: int,
+    seed: int,
+    redact: bool,
+    margin: float | None = None,
+    max_critical: float | None = None,
 ) -> Packed:
     """Draw from an evaluation's samples.jsonl and seal.
 
+    margin, max_critical: the pack's rules; None takes what the evaluation's gates demand.
     Raises UsageError (SuiteError for the samples); nothing is written then.
     """
     check_place(out)
     samples, digest = read_samples(evaluation / SAMPLES_NAME)
+    report = _report(evaluation / REPORT_NAME)
+    rules = _rules(report, margin, max_critical)
     drawn = draw(samples, count, seed)
-    origin = Origin(samples_sha256=digest, artifact_digest=_artifact_digest(evaluation), seed=seed)
+    origin = Origin(samples_sha256=digest, artifact_digest=_artifact_digest(report), seed=seed)
     key = seal(drawn, out, origin, rules=rules, redact=redact)
     return Packed(path=out, key=key, draw=drawn, asked=count)
 
 
-def _artifact_digest(evaluation: Path) -> str | None:
-    """The judged artifact's digest, where the evaluation's report names one."""
+def _report(path: Path) -> dict[str, Any] | None:
+    """The evaluation's report, None where samples were made without one."""
     try:
-        report = json.loads((evaluation / REPORT_NAME).read_bytes())
-        digest, is_redacted = report["artifact"]["digest"], report.get("is_redacted", False)
+        report = json.loads(path.read_bytes())
+        report["artifact"]["digest"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{evaluation / REPORT_NAME} does not name the artifact it judges ({error!r}); "
+            f"{path} does not name the artifact it judges ({error!r}); "
             "evaluate again, so that the review can be bound to it"
         ) from error
-    if is_redacted:
+    if report.get("is_redacted", False):
         raise UsageError(
-            f"{evaluation} was written with --redact and holds no answers to compare; evaluate "
+            f"{path.parent} was written with --redact and holds no answers to compare; evaluate "
             "again without it: the pack hides personal data by itself"
         )
-    return str(digest)
+    found: dict[str, Any] = report
+    return found
+
+
+def _artifact_digest(report: dict[str, Any] | None) -> str | None:
+    return None if report is None else str(report["artifact"]["digest"])
+
+
+def _rules(
+    report: dict[str, Any] | None, margin: float | None, max_critical: float | None
+) -> Rules:
+    """The gates' demand where they have one, else the defaults, as far as nothing else was said."""
+    demanded = (report or {}).get("gates", {}).get("review")
+    if demanded is None or report is None:
+        said = {"margin": margin, "max_critical": max_critical}
+        return Rules(**{name: value for name, value in said.items() if value is not None})
+    demand = ReviewDemand.model_validate(demanded)
+    try:
+        return demand.rules(report["method"]["confidence"], margin, max_critical)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def score_pack(pack: Path, *, key: Path | None, out: Path | None) -> tuple[Review, Path]:

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eval.errors import EvaluationError, UsageError
 from eval.review.controls import plant
 from eval.review.draw import Draw, Drawn
+from eval.review.rules import Rules
 from eval.review.samples import Message, Sample, explain
 from quant.artifact.redact import Redactor
 
@@ -41,19 +42,6 @@ Kind = Literal["request", "identical", "planted"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class Rules(BaseModel):
-    """What layer 3 asks for, fixed before the first rating.
-
-    margin: the largest net share of requests in which people may prefer the base. max_critical:
-    the largest share in which the candidate alone may be critically at fault.
-    """
-
-    model_config = _STRICT
-    margin: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    max_critical: Annotated[float, Field(gt=0, lt=1)] = 0.03
-    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
 
 
 class PackInfo(BaseModel):

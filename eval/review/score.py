@@ -21,9 +21,10 @@ import numpy as np
 
 from eval.gate_rules import Outcome
 from eval.review.agreement import cohen_kappa, krippendorff_alpha
-from eval.review.pack import Key, KeyEntry, Rules
+from eval.review.pack import Key, KeyEntry
 from eval.review.power import detectable_preference, sign_test_p
 from eval.review.ratings import History
+from eval.review.rules import Rules
 from eval.review.unseal import RaterResult, Vote, check_rater, votes_by_item
 from eval.review.weighted import effective_size, share_bounds
 from eval.stats import (

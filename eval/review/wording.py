@@ -84,10 +84,12 @@ def could_show(review: Review) -> str:
         return ""
     p, share = review.preference, review.preference.detectable
     decisive = p.candidate_better + p.base_better
-    weakest = f"{share:.0%} to {1 - share:.0%}" if share is not None else "none, however strong"
+    weakest = "no preference, however strong"
+    if share is not None:
+        weakest = f"a preference of {share:.0%} to {1 - share:.0%} or stronger"
     return (
-        f"What this review could have shown: among {decisive} decisive pairs a preference of "
-        f"{weakest} or stronger (power 80 %); without any new critical fault the bound would have "
+        f"What this review could have shown: among {_many(decisive, 'decisive pair')} {weakest} "
+        f"(power 80 %); without any new critical fault the bound would have "
         f"been {review.faults.upper_if_none:.1%}."
     )
 

@@ -24,7 +24,7 @@ from quant.artifact.jsonio import (
 from quant.artifact.shipped import shipped_dir
 
 STAMP_NAME = "gate.json"
-STAMP_VERSION = "1.1"
+STAMP_VERSION = "1.2"
 DEFAULT_GATES = "gates/default.yaml"
 Verdict = Literal["accepted", "rejected", "inconclusive"]
 
@@ -58,12 +58,39 @@ class Numerics(BaseModel):
     chat_template_sha256: str | None = None
 
 
+class ReviewRecord(BaseModel):
+    """Layer 3: what people who compared the answers blind found.
+
+    verdict: "pending" where the gates demand a review that nobody finished. preference: net share
+    of requests in which people prefer the candidate; critical: share in which it alone is
+    critically at fault; each with its one-sided bounds, None while pending. The digests name the
+    pack that was rated and the answers it was drawn from.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    verdict: Literal["accepted", "rejected", "inconclusive", "pending"]
+    required: bool
+    num_raters: int = 0
+    num_requests: int = 0
+    preference: float | None = None
+    preference_low: float | None = None
+    preference_high: float | None = None
+    critical: float | None = None
+    critical_low: float | None = None
+    critical_high: float | None = None
+    pack_sha256: str | None = None
+    samples_sha256: str | None = None
+    summary: str = ""
+
+
 class Stamp(BaseModel):
     """A verdict on the artifact with digest `artifact_digest`. `judged_at` is ISO 8601, UTC.
 
     suites: sha256 of each file that was asked. seeds: what picked from them, and the bootstrap's.
     engine: the build that computed (version, digest of its code, libraries). These came with
-    version 1.1 and are empty in older stamps.
+    version 1.1 and are empty in older stamps. review: layer 3, None where the gates do not demand
+    it and nobody gave it; came with version 1.2.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,6 +107,7 @@ class Stamp(BaseModel):
     seeds: dict[str, int] = Field(default_factory=dict)
     engine: dict[str, str] = Field(default_factory=dict)
     summary: str = ""
+    review: ReviewRecord | None = None
 
 
 def judged_by(stamp: Stamp) -> str:

@@ -10,100 +10,21 @@ from typing import Any
 
 import pytest
 from junitparser import JUnitXml
+from report_rows import answer, item, report_data
 
-from eval import cli
+from eval import cli, report_tasks
 from eval.charts import Bar, bars, forest, share_of_limit
+from eval.charts_lines import kaplan_meier
+from eval.marking import marked
 from eval.redaction import redacted
 from eval.report import pages
-from eval.report_page import badges, marked, worst
-
-HOSTILE = '<script>alert("1")</script> & "Foo GmbH"'
-
-
-def answer(text: str, *, is_right: bool, problem: str = "") -> dict[str, Any]:
-    return {
-        "text": text, "finish": "stop", "truncated": False, "failed": False, "problem": problem,
-        "values": {"schema_valid": float(is_right), "json_valid": float(is_right),
-                   "field_accuracy": [float(is_right), 1.0]},
-        "details": {"wrong_fields": [] if is_right else ["party", "lines[2]"],
-                    "calls": [] if is_right else [HOSTILE]},
-    }  # fmt: skip
-
-
-def item(name: str, base: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": name, "source": "contracts", "lang": "en", "gold": {"party": "Foo GmbH"},
-        "messages": [{"role": "user", "content": "Foo GmbH signs"}], "base": base,
-        "candidate": ours, "first_divergence": 0,
-    }  # fmt: skip
-
-
-def measurement(unit: str, estimate: float, lower: float | None, upper: float | None) -> Any:
-    return {
-        "label": unit.title(), "unit": unit, "base": None, "candidate": None,
-        "estimate": estimate, "lower": lower, "upper": upper, "num_tokens": 100,
-        "num_clusters": 9, "num_nonfinite": 0,
-    }  # fmt: skip
-
-
-def finding(metric: str, label: str, outcome: str, limit: dict[str, Any], **more: Any) -> Any:
-    return {
-        "metric": metric, "label": label, "outcome": outcome, "required": True, "limit": limit,
-        "reason": f"{label}: as measured", "stratum": "", "num_needed": None,
-        "regression_suspected": False,
-        **more,
-    }  # fmt: skip
+from eval.report_page import badges, worst
 
 
 @pytest.fixture
 def data() -> dict[str, Any]:
     """An evaluation that broke two limits of four, one question open, one of the guards."""
-    schema = measurement("drop", 0.16, 0.124, 0.192) | {
-        "label": "Schema valid", "base": 0.98, "candidate": 0.82, "num_items": 400, "lost": 64,
-        "gained": 0, "mcnemar_p": 1e-9, 
-        "domains": {"lang:zh": measurement("drop", 0.3, 0.2, 0.4),
-                    "lang:en": measurement("drop", 0.1, 0.0, 0.2)},
-    }  # fmt: skip
-    return {
-        "format_version": "1.1", "verdict": "rejected", "exit_code": 1, "summary": "It lost much.",
-        "judged_at": "2026-11-30T11:24:29+00:00", "seconds": 81.2,
-        "artifact": {"path": "out/contracts-w4", "digest": "ab" * 32, "recipe": "w4a16",
-                     "schemes": {"w4a16-g64": 210}, "tools": {"torch": "2.13.0"}},
-        "sizes": {"artifact_bytes": 98_000_000, "dense_bytes": 269_000_000},
-        "base": {"name": "base", "digest": "cd" * 32, "description": "transformers, float32"},
-        "numerics": {"description": "engine, float32", "chat_template_sha256": None},
-        "gates": {"path": "gates.yaml", "sha256": "ef" * 32},
-        "suite": {"directory": "gate", "sha256": {"text.jsonl": "01" * 32}},
-        "method": {"confidence": 0.95, "seed": 0, "draws": 10000, "unit": "per token",
-                   "detectable": "6.3 pp could have been seen."},
-        "findings": [
-            finding("perplexity_ratio", "PPL(Q)/PPL(base)", "pass", {"max": 1.05}),
-            finding("kl_mean", "Mean KLD", "fail", {"max": 0.05}),
-            finding("schema_valid", "Schema valid", "fail", {"max_drop": 0.02},
-                    regression_suspected=True),
-            finding("schema_valid", "Schema valid in lang:zh", "fail", {"max_drop": 0.05},
-                    stratum="lang:zh"),
-            finding("field_f1", "Field F1", "inconclusive", {"max_drop": 0.05}),
-            finding("json_valid", "JSON valid", "inconclusive", {"max_drop": 0.05},
-                    required=False),
-        ],
-        "measurements": {
-            "perplexity_ratio": measurement("ratio", 1.02, 1.01, 1.03),
-            "kl_mean": measurement("nats", 0.1, 0.08, 0.12),
-            "schema_valid": schema,
-            "field_f1": measurement("drop", 0.04, None, None),
-            "json_valid": measurement("drop", 0.0, -0.1, 0.1),
-        },
-        "kld": {"num_tokens": 6120, "mean": 0.1, "p50": 0.05, "p99.9": 3.0, "max": 4.0,
-                "share_above_0.1": 0.4},
-        "answers": {}, "notes": ["The base is itself rounded."],
-        "items": [
-            item("same", answer("{}", is_right=True), answer("{}", is_right=True)),
-            item("worse", answer("{}", is_right=True),
-                 answer(HOSTILE, is_right=False, problem=f"not JSON: {HOSTILE}")),
-            item("better", answer("x", is_right=False), answer("{}", is_right=True)),
-        ],
-    }  # fmt: skip
+    return report_data()
 
 
 class References(HTMLParser):
@@ -133,18 +54,17 @@ def test_the_page_fetches_nothing_and_quotes_safely(data: dict[str, Any]) -> Non
 
 def test_the_first_screen_says_what_matters(data: dict[str, Any]) -> None:
     page = pages(data)["report.html"]
-    order = [page.index(text) for text in ("REJECTED", "2.7 times smaller", "1 Divergence",
+    order = [page.index(text) for text in ("REJECTED", "2.7× smaller", "not measured here",
+                                           "1 Divergence",
                                            "98.0% → 82.0%", "Every metric")]  # fmt: skip
     assert order == sorted(order)
     assert [badge.state for badge in badges(data)] == ["fail", "fail", "none"]
     assert [line.partition(":")[0] for line in worst(data)] == [
-        "Schema valid", "Schema valid in lang", "Mean KLD"
+        "Schema valid", "Schema valid in lang", "Token probabilities moved. Mean KLD", "Field F1",
+        "Unseen text is predicted worse. PPL(Q)/PPL(base)",
     ]  # fmt: skip
-
-
-def test_people_have_the_third_badge(data: dict[str, Any]) -> None:
-    data["review"] = {"verdict": "accepted", "summary": "150 pairs"}
-    assert badges(data)[2].state == "pass"
+    assert worst(data)[3].endswith("(undecided)")
+    assert worst(data)[4].endswith("(within its limit)")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +101,71 @@ def test_an_interval_of_a_share_keeps_its_order() -> None:
     [bar] = found
     assert isinstance(bar, Bar)
     assert (bar.lower, bar.estimate, bar.upper) == pytest.approx((0.3, 0.5, 0.7))
+
+
+def test_survival_is_kaplan_and_meiers() -> None:
+    # Worked by hand: 5 watched at 1 (one ends), 4 at 3 (one ends, one leaves at 3), 2 at 7.
+    times = [(1, True), (3, True), (3, False), (7, True), (9, False)]
+    assert kaplan_meier(times) == [(1, pytest.approx(4 / 5)), (3, pytest.approx(3 / 5)),
+                                   (7, pytest.approx(3 / 10))]  # fmt: skip
+    assert kaplan_meier([(4, False)]) == []
+
+
+def lengths(data: dict[str, Any], count: int, lost_from: int) -> list[dict[str, Any]]:
+    """The charts of `count` items by length, of which those above `lost_from` are lost."""
+    items = [
+        item(str(n), answer("{}", is_right=True), answer("{}", is_right=n < lost_from))
+        | {"num_prompt_tokens": 100 + n}
+        for n in range(count)
+    ]
+    return report_tasks.by_length(items, data["measurements"])
+
+
+def test_metrics_by_input_length_where_there_is_something_to_see(data: dict[str, Any]) -> None:
+    [chart] = lengths(data, 40, 30)
+    assert chart["label"] == "Schema valid"
+    places = re.findall(r"<title>(base|candidate), (\d+-\d+): ([\d.]+)</title>", chart["svg"])
+    assert [p for p in places if p[0] == "candidate"] == [
+        ("candidate", "100-109", "1"), ("candidate", "110-119", "1"),
+        ("candidate", "120-129", "1"), ("candidate", "130-139", "0"),
+    ]  # fmt: skip
+    assert lengths(data, 39, 30) == []  # too few in a quarter
+    assert lengths(data, 40, 40) == []  # nothing was ever wrong
+
+
+def test_fields_and_paths_are_counted_by_hand(data: dict[str, Any]) -> None:
+    heat = report_tasks.heat_map(data["items"])
+    assert heat["sources"] == [("contracts", 3)]
+    # lines and party: wrong once in each model's answers, though not in the same answer.
+    assert [(name, cell.base, cell.candidate) for name, [cell] in heat["rows"]] == [
+        ("lines", 1, 1), ("party", 1, 1)
+    ]  # fmt: skip
+    worse = [item("a", answer("{}", is_right=True), answer("", is_right=False))] * 4
+    assert {cell.heat for _, [cell] in report_tasks.heat_map(worse)["rows"]} == {4}
+    problems = ["$.lines[3].unit: type", "$.lines[11].unit: type", "not JSON: line 1", "chose 'x'"]
+    wrong = [item("b", answer("", is_right=True), answer("", is_right=False, problem=text))
+             for text in problems]  # fmt: skip
+    assert report_tasks.paths(wrong) == [
+        ("$.lines[*].unit: type", 0, 2), ("another choice", 0, 1), ("not JSON", 0, 1)
+    ]  # fmt: skip
+
+
+def test_the_matrix_of_a_metric(data: dict[str, Any]) -> None:
+    [found] = report_tasks.matrices(data["measurements"])
+    assert (found.both, found.lost, found.gained, found.neither) == (328, 64, 0, 8)
+
+
+def test_no_picture_of_nothing(data: dict[str, Any]) -> None:
+    for part in data["layer1"]["domains"].values():
+        for name in part:
+            if name.endswith("KLD"):
+                part[name] = {"estimate": 0.0} if name == "Mean KLD" else 0.0
+                if name == "Mean KLD":
+                    part[name] |= {"lower": None, "upper": None}
+    del data["layer1"]["positions"][1:], data["layer1"]["lengths"][1:]
+    page = pages(data)["report.html"]
+    assert page.count("<svg") == 1
+    assert "do not differ at any token" in page
 
 
 def test_differences_are_marked_by_words() -> None:
@@ -234,13 +219,50 @@ def call(*arguments: str) -> int:
 def test_the_pages_are_made_anew(data: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(data))
     (tmp_path / "report.md").write_text("Foo GmbH")
-    review = tmp_path / "review.json"
-    review.write_text(json.dumps({"verdict": "accepted", "artifact_digest": "ab" * 32}))
-    assert call("report", str(tmp_path), "--review", str(review), "--redact") == 0
+    assert call("report", str(tmp_path), "--redact") == 0
+    for name in ("report.html", "report.md", "report.json", "summary.md", "samples.jsonl"):
+        assert "Foo" not in (tmp_path / name).read_text(), name
+
+
+def bench(folder: Path, name: str, **changes: Any) -> str:
+    """A file of `runtime bench --json`."""
+    times = {"p50": 20.0, "p90": 30.0, "p99": 40.0, "mean": 22.0}
+    run = {"sent": 64, "ok": 64, "concurrency": 16, "output_tok_s": 100.0, "ttft_ms": times,
+           "tpot_ms": times, **changes}  # fmt: skip
+    path = folder / name
+    path.write_text(json.dumps(run))
+    return str(path)
+
+
+def test_speed_is_what_was_measured(data: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    ours, base = bench(tmp_path, "a", output_tok_s=250.0), bench(tmp_path, "b")
+    assert call("report", str(tmp_path), "--bench", ours, "--bench-base", base) == 0
     page = (tmp_path / "report.html").read_text()
-    assert "Foo" not in page
-    assert not (tmp_path / "report.md").exists()
-    assert json.loads((tmp_path / "report.json").read_text())["review"]["verdict"] == "accepted"
+    assert "2.50× as fast" in page
+    assert "Under load" in page
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"concurrency": 8}, "cannot be compared"),
+        ({"ok": 60}, "only 60 of 64 requests"),
+        ({"tpot_ms": {}}, "64 of 64 requests were answered with text"),
+    ],
+)
+def test_speeds_that_say_nothing_are_refused(
+    data: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    said: str,
+) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    ours, base = bench(tmp_path, "a"), bench(tmp_path, "b", **changes)
+    assert call("report", str(tmp_path), "--bench", ours, "--bench-base", base) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -259,10 +281,3 @@ def test_other_files_are_refused(
     assert call("report", str(tmp_path)) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
-
-
-def test_a_review_of_another_artifact_is_refused(data: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text(json.dumps(data))
-    review = tmp_path / "review.json"
-    review.write_text(json.dumps({"verdict": "accepted", "artifact_digest": "cd" * 32}))
-    assert call("report", str(tmp_path), "--review", str(review)) == 2

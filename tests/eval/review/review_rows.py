@@ -11,7 +11,7 @@ from typing import Any
 
 from eval.review import web
 from eval.review.commands import Packed, make_pack
-from eval.review.pack import Key, KeyEntry, Pack, Rules, key_path, open_key, open_pack
+from eval.review.pack import Key, KeyEntry, Pack, key_path, open_key, open_pack
 from eval.review.ratings import Rating, append
 
 
@@ -44,7 +44,7 @@ def write_samples(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 def packed(tmp_path: Path, count: int = 40, rows: int = 120, **changes: Any) -> Packed:
     """A pack of `count` requests drawn from `rows`."""
-    made: dict[str, Any] = {"count": count, "seed": 1, "redact": False, "rules": Rules(), **changes}
+    made: dict[str, Any] = {"count": count, "seed": 1, "redact": False, **changes}
     folder = write_samples(tmp_path / "evaluation", [sample_row(n) for n in range(rows)])
     return make_pack(folder, tmp_path / "blind", **made)
 

@@ -20,7 +20,7 @@ import pytest
 from review_rows import opened, sample_row, serving, write_samples
 
 from eval.review.commands import make_pack
-from eval.review.pack import Pack, Rules
+from eval.review.pack import Pack
 from eval.review.ratings import read_all, read_history
 
 pytestmark = pytest.mark.e2e
@@ -61,9 +61,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
     rows[1]["messages"][1]["content"] = HOSTILE * 40
     folder = tmp_path_factory.mktemp("browser")
     write_samples(folder / "evaluation", rows)
-    made = make_pack(
-        folder / "evaluation", folder / "blind", count=12, seed=0, redact=True, rules=Rules()
-    )
+    made = make_pack(folder / "evaluation", folder / "blind", count=12, seed=0, redact=True)
     return opened(made)[0]
 
 

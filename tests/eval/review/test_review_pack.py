@@ -12,7 +12,7 @@ from review_rows import opened, packed, rate_all, sample_row, write_samples
 
 from eval.errors import EvaluationError, UsageError
 from eval.review.commands import make_pack, score_pack
-from eval.review.pack import Rules, key_path, open_pack
+from eval.review.pack import key_path, open_pack
 
 
 def test_the_pack_holds_no_ids_no_models_and_no_key(tmp_path: Path) -> None:
@@ -76,7 +76,6 @@ def test_redaction_keeps_what_differs_apart(tmp_path: Path) -> None:
     }
     made = make_pack(
         write_samples(tmp_path / "e", rows), tmp_path / "blind", count=47, seed=0, redact=True,
-        rules=Rules(),
     )  # fmt: skip
     pack, key = opened(made)
     assert pack.info.redacted
@@ -102,7 +101,7 @@ def test_a_pack_is_never_overwritten_and_fails_whole(tmp_path: Path) -> None:
     assert made.key.read_bytes() == before
     with pytest.raises(UsageError, match="cannot write the pack"):
         make_pack(tmp_path / "evaluation", Path("/proc/nowhere/x"), count=20, seed=0,
-                  redact=False, rules=Rules())  # fmt: skip
+                  redact=False)  # fmt: skip
     assert not list(tmp_path.glob(".blind*"))
 
 
@@ -116,10 +115,10 @@ def test_the_judged_artifact_is_named_in_the_key(tmp_path: Path) -> None:
     redacted = {"artifact": {"digest": "d" * 64}, "is_redacted": True}
     (folder / "report.json").write_text(json.dumps(redacted))
     with pytest.raises(UsageError, match="written with --redact and holds no answers"):
-        make_pack(folder, tmp_path / "other", count=20, seed=0, redact=False, rules=Rules())
+        make_pack(folder, tmp_path / "other", count=20, seed=0, redact=False)
     (folder / "report.json").write_text("{}")
     with pytest.raises(UsageError, match="does not name the artifact"):
-        make_pack(folder, tmp_path / "other", count=20, seed=0, redact=False, rules=Rules())
+        make_pack(folder, tmp_path / "other", count=20, seed=0, redact=False)
 
 
 def _change(path: Path, old: str, new: str) -> None:

@@ -12,8 +12,9 @@ import pytest
 from review_rows import opened, packed, prefer, rate_all, sound
 
 from eval.review.commands import score_pack
-from eval.review.pack import Key, KeyEntry, Label, Rules
+from eval.review.pack import Key, KeyEntry, Label
 from eval.review.ratings import History, Rating
+from eval.review.rules import Rules
 from eval.review.score import Review, score
 from eval.review.unseal import check_rater
 from eval.review.weighted import effective_size, share_bounds

@@ -15,7 +15,7 @@ from review_rows import opened, packed, sample_row, serving, write_samples
 from eval.errors import UsageError
 from eval.review import web
 from eval.review.commands import make_pack
-from eval.review.pack import Pack, Rules
+from eval.review.pack import Pack
 from eval.review.ratings import ratings_path, read_all, read_history
 
 
@@ -88,7 +88,7 @@ def test_declared_tools_are_shown(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "refund", "parameters": {}}}
     rows = [sample_row(n, tools=[tool]) for n in range(60)]
     folder = write_samples(tmp_path / "evaluation", rows)
-    made = make_pack(folder, tmp_path / "p", count=20, seed=0, redact=True, rules=Rules())
+    made = make_pack(folder, tmp_path / "p", count=20, seed=0, redact=True)
     pack = opened(made)[0]
     with served(pack) as client:
         messages = client.get(f"/api/items/{next(iter(pack.items))}").json()["messages"]

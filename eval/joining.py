@@ -1,0 +1,113 @@
+"""Joining: people's review into an evaluation that is written, its report, verdict and stamp.
+
+The review must be of these very answers: its artifact digest and the sha256 of the samples that its
+pack was drawn from are held to the report's.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval import stamping, wording
+from eval.errors import EvaluationError, UsageError
+from eval.redaction import redacted
+from eval.report import pages, write_files
+from eval.review.rules import ReviewDemand, Rules
+from eval.review.verdict import state, with_review
+from quant.artifact.errors import ArtifactError
+
+REVIEW_MAJOR = "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The evaluation's values with the review, and the stamp; None where there was none."""
+
+    data: dict[str, Any]
+    stamp: Path | None
+
+
+def join(data: Mapping[str, Any], review: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """report.json's values with the review and the verdict of all layers.
+
+    where: begins the message of the UsageError for a review that is not of this evaluation, or
+    that asked less than its gates demand.
+    """
+    _require_same(data, review, where)
+    demanded = data["gates"].get("review")
+    if demanded is not None:
+        demand = ReviewDemand.model_validate(demanded)
+        laxer = demand.laxer(Rules.model_validate(review["rules"]), data["method"]["confidence"])
+        if laxer:
+            raise UsageError(
+                f"{where} asked less of the candidate than the gates demand: {laxer}; make a new "
+                "pack, whose rules are then the gates'"
+            )
+    joined = with_review(data, review)
+    return {**joined, "next": _next(joined)}
+
+
+def _require_same(data: Mapping[str, Any], review: Mapping[str, Any], where: str) -> None:
+    missing = {"format_version", "verdict", "summary", "rules", "answers", "raters", "pack",
+               "num_rated"} - review.keys()  # fmt: skip
+    if missing or not str(review["format_version"]).startswith(f"{REVIEW_MAJOR}."):
+        raise UsageError(
+            f"{where} is no review.json of `evaluate review score`, format {REVIEW_MAJOR}.x"
+            + (f": it lacks {', '.join(sorted(missing))}" if missing else "")
+        )
+    for what, found, expected in (
+        ("artifact", review.get("artifact_digest"), data["artifact"]["digest"]),
+        ("answers", review.get("samples_sha256"), data["samples_sha256"]),
+    ):
+        if found != expected:
+            raise UsageError(
+                f"{where} is a review of other {what}: it names the digest {found}, the report "
+                f"{expected}; make the pack from this evaluation"
+            )
+
+
+def _next(data: Mapping[str, Any]) -> list[str]:
+    """What to do once people were asked."""
+    if data["verdict"] == "accepted":
+        return [wording.serve(Path(data["artifact"]["path"]))]
+    steps = {
+        "fail": "Read what people found worse: review.html beside review.json.",
+        "pending": "Let the raters finish: evaluate review serve PACK, then evaluate review score.",
+        "inconclusive": _larger(data),
+    }
+    said = steps.get(state(data))
+    return [said] if said else list(data["next"])
+
+
+def _larger(data: Mapping[str, Any]) -> str:
+    needed = [a["num_needed"] for a in data["review"]["answers"] if a.get("num_needed")]
+    if not needed:
+        return "No number of requests would decide this review at the rates it found."
+    command = shlex.join(["evaluate", "review", "pack", "DIR", "--n", str(max(needed))])
+    return f"Ask about more requests: {command} --out PACK"
+
+
+def complete(
+    data: Mapping[str, Any],
+    review: Mapping[str, Any],
+    where: str,
+    folder: Path,
+    *,
+    stamp: bool,
+    redact: bool = False,
+) -> Joined:
+    """Join, stamp the artifact where it has this evaluation's stamp, and write the pages anew.
+
+    Raises UsageError and EvaluationError; nothing is written then.
+    """
+    joined = join(data, review, where)
+    try:
+        stamped = stamping.add_review(joined) if stamp else None
+    except ArtifactError as error:
+        raise EvaluationError(str(error)) from error
+    write_files(pages(redacted(joined) if redact else joined), folder)
+    return Joined(data=joined, stamp=stamped)
