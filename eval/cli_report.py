@@ -108,6 +108,11 @@ def _bench(path: Path) -> dict[str, Any]:
             f"{path}: only {run['ok']} of {run['sent']} requests were answered with text; a speed "
             "is that of a run without failures"
         )
+    if run.get("rate") is not None:
+        raise UsageError(
+            f"{path} is of an open loop (--rate {run['rate']:g}): its throughput is what was sent; "
+            "run without --rate"
+        )
     return run
 
 

@@ -21,6 +21,7 @@ FEWEST_IN_QUARTER, FEWEST_ANSWERS = 10, 10
 _QUARTERS, _CONFIDENCE = 4, 0.95
 _PATH = re.compile(r"(\$[^:]*): (\w+)")
 
+_INDEX = re.compile(r"\[\d+\]")
 _LINE = re.compile(r"line \d+")
 
 Items = Sequence[Mapping[str, Any]]
@@ -119,7 +120,8 @@ def paths(items: Items) -> list[tuple[str, int, int]]:
 def _problem(text: str) -> str:
     """`$.lines[3].unit: type` is `$.lines[*].unit: type`; `not JSON: ...` is `not JSON`."""
     if found := _PATH.fullmatch(text):
-        return f"{re.sub(r'\[\d+\]', '[*]', found[1])}: {found[2]}"
+        path = _INDEX.sub("[*]", found[1])
+        return f"{path}: {found[2]}"
     if text.startswith("chose "):
         return "another choice"
     kind, _, rest = text.partition(":")

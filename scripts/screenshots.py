@@ -11,6 +11,8 @@ this machine is asked for anything.
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -63,7 +65,8 @@ def of_report(browser: Browser, html: Path, out: Path, pdf: Path | None) -> None
     first.locator("> summary").click()
     sections(page, out / "report-answers.png", "Answers that changed", "Provenance")
     if pdf is not None:
-        page.pdf(path=pdf, format="A4", margin=dict.fromkeys(("top", "bottom"), "14mm"))
+        margin: Any = dict.fromkeys(("top", "bottom"), "14mm")
+        page.pdf(path=pdf, format="A4", margin=margin)
     dark = opened(browser, "dark", WIDTH)
     dark.goto(html.resolve().as_uri())
     dark.screenshot(path=out / "report-dark.png")
@@ -76,12 +79,13 @@ def sections(page: Page, path: Path, begin: str, end: str) -> None:
         heading = page.locator("h2", has_text=text).first
         tops.append(heading.evaluate("e => e.getBoundingClientRect().top + window.scrollY"))
     height = min(tops[1] - tops[0], 2 * HEIGHT)
-    clip = {"x": 0, "y": tops[0], "width": WIDTH, "height": height}
+    clip: Any = {"x": 0, "y": tops[0], "width": WIDTH, "height": height}
     page.screenshot(path=path, full_page=True, clip=clip)
 
 
 def of_review(browser: Browser, evaluation: Path, scratch: Path, out: Path) -> None:
     """The rating page light and wide, dark and narrow, and the result."""
+    evaluation = english(evaluation, scratch / "english")
     with served(packed(evaluation, scratch / "blind")) as address:
         for scheme, width in (("light", 1280), ("dark", 390)):
             page = opened(browser, scheme, width, 860)
@@ -89,9 +93,10 @@ def of_review(browser: Browser, evaluation: Path, scratch: Path, out: Path) -> N
             page.locator("#rater").fill("Ann")
             page.keyboard.press("Enter")
             page.locator("#count", has_text="rated").wait_for()
-            for key in ("1", "2", "3", "ArrowLeft"):
-                page.keyboard.press(key)
-                page.locator("#review[aria-busy=false]").wait_for()
+            press(page, "1", "2", "3", "1", "2")
+            turn_to_a_short_one(page)
+            press(page, "3", "ArrowLeft")
+            page.wait_for_timeout(500)  # colours fade in
             page.screenshot(path=out / f"review-{scheme}-{width}.png")
     _, folder = score_pack(
         rated(packed(evaluation, scratch / "rated")), key=None, out=scratch / "result"
@@ -99,6 +104,32 @@ def of_review(browser: Browser, evaluation: Path, scratch: Path, out: Path) -> N
     page = opened(browser, "light", WIDTH)
     page.goto((folder / "review.html").resolve().as_uri())
     page.screenshot(path=out / "review-result.png")
+
+
+def press(page: Page, *keys: str) -> None:
+    for key in keys:
+        page.keyboard.press(key)
+        page.locator("#review[aria-busy=false]").wait_for()
+
+
+def turn_to_a_short_one(page: Page) -> None:
+    """A request whose answers differ and that fits the screen."""
+    fits = "document.documentElement.scrollHeight <= window.innerHeight + 150"
+    for _ in range(20):
+        press(page, "ArrowLeft")
+        first, second = (page.locator(f"#text-{side}").text_content() for side in "ab")
+        if first != second and page.evaluate(fits):
+            return
+
+
+def english(evaluation: Path, out: Path) -> Path:
+    """The evaluation's English rows: Debian's Chromium has no Chinese font of its own."""
+    out.mkdir()
+    rows = (evaluation / "samples.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = "".join(row for row in rows if json.loads(row)["lang"] == "en")
+    (out / "samples.jsonl").write_text(kept, encoding="utf-8")
+    shutil.copy(evaluation / "report.json", out)
+    return out
 
 
 def packed(evaluation: Path, out: Path) -> Pack:

@@ -248,6 +248,7 @@ def test_speed_is_what_was_measured(data: dict[str, Any], tmp_path: Path) -> Non
     [
         ({"concurrency": 8}, "cannot be compared"),
         ({"ok": 60}, "only 60 of 64 requests"),
+        ({"rate": 2.0}, "open loop (--rate 2)"),
         ({"tpot_ms": {}}, "64 of 64 requests were answered with text"),
     ],
 )

@@ -1,7 +1,7 @@
 """The rating page in a real browser, by keyboard: rate, reload, kill the server, go on.
 
 Needs Debian's `chromium` and the Python package playwright (extra dev); nothing is downloaded.
-REVIEW_IMAGES=FOLDER keeps the screenshots, which is how those in docs/images/ were made.
+REVIEW_IMAGES=FOLDER keeps screenshots; those in docs/images/ are scripts/screenshots.py's.
 """
 
 from __future__ import annotations
@@ -25,32 +25,10 @@ from eval.review.ratings import read_all, read_history
 
 pytestmark = pytest.mark.e2e
 
-CHROMIUM = Path("/usr/bin/chromium")
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 HOSTILE = (
     "<script>document.title = 'taken over'</script><img src=x onerror=\"document.title='no'\">"
     "</div></main><style>body{display:none}</style>&lt;b&gt; \u202eright to left"
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if not CHROMIUM.exists():
-        pytest.skip(f"{CHROMIUM} is absent: apt-get install chromium")
-    driver = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with driver.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
