@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval import report, stamping
-from eval.amounts import Amounts
+from eval.amounts import FEWEST_PASSES, Amounts, SampledPasses
 from eval.cache import default_directory
 from eval.errors import EvaluationError, UsageError
 from eval.evaluation import Evaluation
@@ -23,6 +23,8 @@ from runtime.config import ConfigError, DType, EngineConfig, KVCacheDType
 from runtime.text import TextError
 
 DEFAULT_GATES = "gates/default.yaml"
+# Temperatures that draw: what the engine takes for greedy lies below, OpenAI's API ends above.
+GREEDY_BELOW, HOTTEST = 0.01, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,9 @@ def evaluate(
     windows: int = Amounts.num_windows,
     window_tokens: int = Amounts.window_tokens,
     seed: int = 0,
+    sampled: int = 0,
+    temperature: float | None = None,
+    top_p: float | None = None,
     out: str | Path | None = None,
     device: str = "auto",
     dtype: DType = "auto",
@@ -72,6 +77,8 @@ def evaluate(
         suite: a directory with text.jsonl and extraction.jsonl; None takes the shipped gate half.
         noise_items: how many of the items the base answers again, alone, to tell noise from damage.
         items, windows, window_tokens, seed: how much of the suite is used, and which part.
+        sampled, temperature, top_p: draw so many answers of each item by both models besides the
+            greedy ones (0: none, else 3 or more), and how (by default at 0.7 and 0.95).
         out: where report.md and report.json go; None puts them into ARTIFACT-evaluation.
         device, dtype, kv_cache_dtype, threads: how the engine computes (EngineConfig's meaning).
         stamp: write gate.json into the artifact.
@@ -99,6 +106,7 @@ def evaluate(
             num_items=items,
             num_noise_items=noise_items,
             seed=seed,
+            sampled=sampled_passes(sampled, seed, temperature, top_p),
         ),
         engine=EngineConfig(
             device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, num_threads=threads
@@ -111,6 +119,29 @@ def evaluate(
     return run(
         job, out=None if out is None else Path(out), stamp=stamp, redact=redact
     ).evaluation.verdict
+
+
+def sampled_passes(
+    count: int, seed: int, temperature: float | None, top_p: float | None
+) -> SampledPasses | None:
+    """`count` passes with seeds that follow `seed`; None for 0. UsageError: it cannot be drawn."""
+    if count == 0:
+        if temperature is not None or top_p is not None:
+            raise UsageError("--temperature and --top-p are for drawn answers; pass --sampled K")
+        return None
+    temperature = SampledPasses.temperature if temperature is None else temperature
+    top_p = SampledPasses.top_p if top_p is None else top_p
+    if count < FEWEST_PASSES:
+        raise UsageError(f"--sampled is {count}; expected 0 or at least {FEWEST_PASSES}")
+    if not GREEDY_BELOW <= temperature <= HOTTEST:
+        raise UsageError(
+            f"--temperature is {temperature:g}; expected {GREEDY_BELOW:g} to {HOTTEST:g}: at 0 all "
+            "drawn answers would be the greedy one"
+        )
+    if not 0 < top_p <= 1:
+        raise UsageError(f"--top-p is {top_p:g}; expected more than 0 and at most 1")
+    seeds = tuple(seed + number for number in range(1, count + 1))
+    return SampledPasses(seeds=seeds, temperature=temperature, top_p=top_p)
 
 
 def make_job(
@@ -172,13 +203,17 @@ def _said(
     """What differs from the defaults, by option name."""
     given = {"base": base, "gates": gates, "suite": suite}
     plain = Amounts()
-    numbers = {
+    numbers: dict[str, tuple[float, float]] = {
         "items": (amounts.num_items, plain.num_items),
         "windows": (amounts.num_windows, plain.num_windows),
         "window-tokens": (amounts.window_tokens, plain.window_tokens),
         "noise-items": (amounts.num_noise_items, plain.num_noise_items),
         "seed": (amounts.seed, plain.seed),
     }
+    if how := amounts.sampled:
+        numbers["sampled"] = (len(how.seeds), 0)
+        numbers["temperature"] = (how.temperature, SampledPasses.temperature)
+        numbers["top-p"] = (how.top_p, SampledPasses.top_p)
     return {name: str(said) for name, said in given.items() if said} | {
         name: str(number) for name, (number, default) in numbers.items() if number != default
     }

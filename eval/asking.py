@@ -6,16 +6,38 @@ user. Knows no base and no candidate, only something that answers prompts.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from eval.amounts import SampledPasses
 from eval.checks.base import Reply
 from eval.suites import TaskItem
-from eval.targets.base import Advance, Answer, Prompt
+from eval.targets.base import Advance, Answer, Draw, Prompt
 from eval.workload import Workload, make_prompt
 from runtime.text import TextProcessor
 
 Ask = Callable[[Sequence[Prompt], Advance], list[Answer]]
+# How an item's answer is drawn; None for the greedy one.
+DrawOf = Callable[[TaskItem], Draw | None]
+
+
+def greedy(item: TaskItem) -> None:
+    """A DrawOf: nothing is drawn."""
+
+
+def drawn(passes: SampledPasses, seed: int) -> DrawOf:
+    """The DrawOf of one pass: each item has a random stream of its own."""
+
+    def draw(item: TaskItem) -> Draw:
+        own = hashlib.sha256(f"{seed}:{item.id}".encode()).digest()
+        return Draw(
+            temperature=passes.temperature,
+            top_p=passes.top_p,
+            seed=int.from_bytes(own[:4], "big") >> 1,
+        )
+
+    return draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +49,19 @@ class Asked:
 
 
 def ask_all(
-    workload: Workload, text: TextProcessor, generate: Ask, choose: Ask, advance: Advance
+    workload: Workload,
+    text: TextProcessor,
+    generate: Ask,
+    choose: Ask,
+    advance: Advance,
+    draw_of: DrawOf = greedy,
 ) -> list[Asked]:
     """The answers to all items, in their order. Turns that come n-th are asked together."""
     asked: dict[str, Asked] = {}
     for turn in _rounds(workload.items):
-        prompts = {item.id: _prompt(item, text, asked) for item in turn}
+        prompts = {
+            item.id: replace(_prompt(item, text, asked), draw=draw_of(item)) for item in turn
+        }
         chosen = [item.id for item in turn if prompts[item.id].choices]
         written = [item.id for item in turn if not prompts[item.id].choices]
         for ids, ask in ((written, generate), (chosen, choose)):

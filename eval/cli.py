@@ -148,6 +148,22 @@ def judge(
     ] = None,
     items: Items = Amounts.num_items,
     noise_items: NoiseItems = Amounts.num_noise_items,
+    sampled: Annotated[
+        int,
+        typer.Option(
+            metavar="K",
+            help="Besides the greedy answer, draw K answers (3 or more) of each item by both "
+            "models with shared seeds: METRIC_sampled and METRIC_pass_k.",
+        ),
+    ] = 0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Of --sampled, both models. [dim]Default: 0.7.[/]"),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Of --sampled, both models. [dim]Default: 0.95.[/]"),
+    ] = None,
     windows: Windows = Amounts.num_windows,
     window_tokens: WindowTokens = Amounts.window_tokens,
     out: Annotated[
@@ -203,7 +219,7 @@ def judge(
     seed: Seed = 0,
 ) -> None:
     """Judge one artifact; the text of --help is HELP."""
-    from eval.api import make_job, run
+    from eval.api import make_job, run, sampled_passes
     from eval.targets.server import Service
     from eval.terminal import TerminalProgress, show
 
@@ -218,6 +234,7 @@ def judge(
             window_tokens=window_tokens,
             num_items=items,
             num_noise_items=noise_items,
+            sampled=sampled_passes(sampled, seed, temperature, top_p),
             seed=seed,
         ),
         engine=engine_config(device, dtype, kv_cache_dtype, threads),

@@ -73,6 +73,13 @@ def plan(
             metavar="FILE", help="A report.json: plan with the discordance and base scores seen."
         ),
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="A model or artifact, by whose tokens the items are sorted into `length:` strata.",
+        ),
+    ] = None,
     base: Annotated[
         float,
         typer.Option(metavar="SHARE", min=0.01, max=1.0, help="Share the base gets right."),
@@ -95,6 +102,7 @@ def plan(
         discordances=tuple(discordance or ()),
         seen=replace(seen, default_base=base),
         power=power,
+        tokenizer=tokenizer,
     )
     if as_json:
         typer.echo(json.dumps(asdict(made), indent=2))

@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from eval.checks.catalogue import pass_k, sampled
 from eval.errors import EvaluationError
 from eval.gate_rules import Outcome, answer
 from eval.gate_spec import METRICS, GateSpec, MetricRule, StratumRule
 from eval.measurement import Measurement
+from eval.metrics.lengths import ENOUGH
 from eval.review.rules import ReviewDemand
 from eval.stats import holm, mcnemar_p
 
@@ -184,10 +186,21 @@ def _label(name: str, stratum: str) -> str:
 def _evidence(name: str, measurements: Mapping[str, Measurement]) -> Measurement:
     if name not in measurements:
         raise EvaluationError(
-            f"the gates file judges {name}, but it was not measured; measured: "
+            f"the gates file judges {name}, but it was not measured{_why(name)}; measured: "
             f"{', '.join(sorted(measurements)) or 'nothing'}"
         )
     return _scored(name, measurements[name])
+
+
+def _why(name: str) -> str:
+    if name in METRICS and METRICS[name].difference:
+        return (
+            f" (it takes {ENOUGH} short and {ENOUGH} long inputs, in different buckets of "
+            "length_edges)"
+        )
+    if name.endswith((sampled(""), pass_k(""))):
+        return " (--sampled K draws answers)"
+    return ""
 
 
 def _scored(where: str, measurement: Measurement) -> Measurement:
@@ -213,7 +226,23 @@ def _questions(name: str, rule: MetricRule, whole: Measurement) -> Iterator[_Que
         for stratum in found:
             if stratum == pattern or stratum not in rule.strata:
                 part = _scored(f"{name} in {stratum}", measured[stratum])
+                if stratum != pattern and _says_nothing_new(rule, within, whole, part):
+                    continue
                 yield _Question(name=name, stratum=stratum, rule=within, measurement=part)
+
+
+def _says_nothing_new(
+    rule: MetricRule, within: StratumRule, whole: Measurement, part: Measurement
+) -> bool:
+    """A stratum that holds everything, held to no more than the whole is."""
+    is_looser = within.limit <= rule.limit if rule.kind == "min" else within.limit >= rule.limit
+    return (
+        part.num_scored == whole.num_scored
+        and is_looser
+        and within.judge == rule.judge
+        and within.at_least in (None, rule.at_least)
+        and (rule.required or not within.required)
+    )
 
 
 def _matches(pattern: str, stratum: str) -> bool:

@@ -152,7 +152,8 @@ def _found(rule: StratumRule, m: Measurement) -> str:
     word = "at least" if rule.kind == "min" else "at most"
     found = format_interval(m.estimate, m.lower, m.upper, m.unit)
     found = f"a drop of {found}" if m.unit == "drop" else found
-    return f"{found} against {word} {format_value(rule.limit, m.unit)}"
+    about = f" ({m.about})" if m.about else ""
+    return f"{found} against {word} {format_value(rule.limit, m.unit)}{about}"
 
 
 def _more_tokens(m: Measurement, worst: float, best: float, limit: float) -> int | None:

@@ -9,15 +9,24 @@ import difflib
 import hashlib
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
-from eval.checks.catalogue import TASK_METRICS
+from eval.checks.catalogue import TASK_METRICS, length_drift, pass_k, sampled
 from eval.errors import GateSpecError
+from eval.metrics.lengths import LENGTH_EDGES
 from eval.review.rules import ReviewDemand
 
 LimitKind = Literal["max", "min", "max_drop"]
@@ -36,11 +45,15 @@ class MetricInfo:
     """What a gates file may say about a metric, and what a person calls it.
 
     by_item: each item passes or fails, and the score test always judges bounds.
+    difference: of two drops, so neither model has a value of its own.
+    variant: another metric looked at in another way.
     """
 
     label: str
     limit: LimitKind
     by_item: bool = False
+    difference: bool = False
+    variant: bool = False
 
 
 METRICS: dict[str, MetricInfo] = {
@@ -48,11 +61,31 @@ METRICS: dict[str, MetricInfo] = {
     "kl_mean": MetricInfo(label="Mean KLD", limit="max"),
     "kl_p99": MetricInfo(label="99.0% KLD", limit="max"),
     "top1_agreement": MetricInfo(label="Same top p", limit="min"),
+    "kl_drift": MetricInfo(label="KLD drift", limit="max"),
+    "nll_drift": MetricInfo(label="NLL drift", limit="max"),
     "load_text_agreement": MetricInfo(label="Same text, load", limit="min"),
     "load_check_agreement": MetricInfo(label="Same under load", limit="min"),
     **{
         name: MetricInfo(label=m.label, limit="max_drop", by_item=m.shape != "rate")
         for name, m in TASK_METRICS.items()
+    },
+    **{
+        length_drift(name): MetricInfo(
+            label=f"{m.label}, drift", limit="max_drop", difference=True, variant=True
+        )
+        for name, m in TASK_METRICS.items()
+    },
+    **{
+        sampled(name): MetricInfo(label=f"{m.label}, sampled", limit="max_drop", variant=True)
+        for name, m in TASK_METRICS.items()
+        if m.shape != "kept"
+    },
+    **{
+        pass_k(name): MetricInfo(
+            label=f"{m.label}, pass^k", limit="max_drop", by_item=True, variant=True
+        )
+        for name, m in TASK_METRICS.items()
+        if m.shape == "pass"
     },
 }
 
@@ -131,15 +164,29 @@ class MetricRule(StratumRule):
 
 class GateSpec(BaseModel):
     """A whole gates file. `confidence` is one-sided; `draws` is for the bootstrap; `review` is what
-    people must find (layer 3), None when they need not be asked."""
+    people must find (layer 3), None when they need not be asked.
+
+    length_edges: where one bucket of input lengths ends, in tokens (`length:0-1k`, ...).
+    """
 
     model_config = _STRICT
 
     version: int = Field(ge=1, le=1)
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     draws: int = Field(default=10_000, ge=1000, le=1_000_000)
+    # A list is how YAML writes a tuple.
+    length_edges: tuple[Annotated[int, Field(strict=True, gt=0)], ...] = Field(
+        default=LENGTH_EDGES, min_length=1, strict=False
+    )
     metrics: dict[str, MetricRule] = Field(min_length=1)
     review: ReviewDemand | None = None
+
+    @field_validator("length_edges")
+    @classmethod
+    def _edges_rise(cls, edges: tuple[int, ...]) -> tuple[int, ...]:
+        if any(low >= high for low, high in pairwise(edges)):
+            raise ValueError("expected rising numbers of tokens, such as [1024, 2048, 4096]")
+        return edges
 
     @model_validator(mode="after")
     def _something_required(self) -> GateSpec:
@@ -193,7 +240,7 @@ def parse_gates(text: str, where: str = "gates file") -> GateSpec:
     for name, rule in spec.metrics.items():
         place = f"{where}:{_line(root, ('metrics', name))}"
         if name not in METRICS:
-            raise GateSpecError(f"{place}: unknown metric {name!r}{_nearest(name, tuple(METRICS))}")
+            raise GateSpecError(f"{place}: unknown metric {name!r}{_nearest_metric(name)}")
         _check_metric(name, rule, place)
         for stratum, within in rule.strata.items():
             line = _line(root, ("metrics", name, "strata", stratum))
@@ -208,6 +255,10 @@ def _check_metric(name: str, rule: StratumRule, where: str) -> None:
         )
 
     # What would have no effect is refused: its author believes that it has one.
+    if METRICS[name].difference and (rule.floor or rule.at_least is not None):
+        raise GateSpecError(f"{where}: {name} is a difference of two drops: no floor, no at_least")
+    if METRICS[name].difference and isinstance(rule, MetricRule) and (rule.strata or rule.domains):
+        raise GateSpecError(f"{where}: {name} is over all lengths, it has no strata or domains")
     if METRICS[name].by_item and rule.judge == "estimate":
         raise GateSpecError(f"{where}: {name} is always judged by its bounds, not by its estimate")
     if rule.kind != "max_drop" and rule.floor:
@@ -241,6 +292,13 @@ def _short(value: Any) -> str:
 def _nearest(name: str, known: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def _nearest_metric(name: str) -> str:
+    """Of all metrics the nearest; where none is near, those that are no variant of another."""
+    close = difflib.get_close_matches(name, METRICS, n=1)
+    own = tuple(known for known, info in METRICS.items() if not info.variant)
+    return _nearest(name, own if not close else tuple(METRICS))
 
 
 def _line(root: yaml.Node, loc: tuple[int | str, ...]) -> int:

@@ -28,6 +28,7 @@ class Measurement:
         p_value: one-sided, of "the candidate is worse", where `paired` alone does not give it.
         golden_lost: ids of items that must never be lost and were.
         num_nonfinite: scored positions or items where the candidate gave NaN, Inf or an error.
+        about: what was held to what, where the name does not say it.
         domains: the same measurement within each domain, ("source:code", ...) to measurement.
     """
 
@@ -46,6 +47,7 @@ class Measurement:
     p_value: float | None = None
     golden_lost: tuple[str, ...] = ()
     num_nonfinite: int = 0
+    about: str = ""
     domains: tuple[tuple[str, Measurement], ...] = ()
 
     @property

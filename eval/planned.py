@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import NormalDist
 
 from eval.errors import UsageError
 from eval.gate_spec import METRICS, GateSpec, StratumRule, load_gates
+from eval.metrics.lengths import ENOUGH, length_bucket
 from eval.plan import POWER, Ability, ability, equal, items_to_pass
-from eval.suites import load_suite
+from eval.suites import TaskItem, load_suite
 from quant.artifact.shipped import resolve_input, shipped_dir
 
 DISCORDANCES = (0.01, 0.02, 0.04, 0.08)
@@ -71,8 +73,12 @@ def make_plan(
     discordances: tuple[float, ...] = (),
     seen: Seen | None = None,
     power: float = POWER,
+    tokenizer: Path | None = None,
 ) -> Plan:
-    """Plan for a gates file, looked up as `evaluate` does; UsageError when something is missing."""
+    """Plan for a gates file, looked up as `evaluate` does; UsageError when something is missing.
+
+    tokenizer: a model's or an artifact's directory, to sort the items by their length.
+    """
     seen = seen or Seen()
     try:
         path = resolve_input(gates or "gates/default.yaml", "recipes", within="gates")
@@ -80,7 +86,8 @@ def make_plan(
     except FileNotFoundError as error:
         raise UsageError(str(error)) from error
     spec = load_gates(path).spec
-    counts = _strata(folder)
+    lengths = None if tokenizer is None else _Lengths(tokenizer, spec.length_edges)
+    counts = _strata(folder, lengths)
     have = counts.pop("")
     sizes = {stratum: n * num_items // have for stratum, n in counts.items()}
     rows = tuple(_metric_plans(spec, sizes, num_items, seen, power))
@@ -100,7 +107,10 @@ def make_plan(
         needed={margin: needed(margin) for margin in wanted},
         metrics=rows,
         accepts_all=math.prod(row.ability.accepts_equal for row in rows if row.required),
-        remarks=tuple(_remarks(rows, num_items, have)),
+        remarks=(
+            *_remarks(rows, num_items, have),
+            *_on_lengths(spec, sizes, seen, power, is_known=tokenizer is not None),
+        ),
     )
 
 
@@ -119,18 +129,41 @@ def read_seen(report: Path) -> Seen:
         raise UsageError(f"{report} is no report.json of evaluate: {error!r}") from error
 
 
-def _strata(folder: Path) -> Counter[str]:
+class _Lengths:
+    """Sorts items by the tokens of their prompts. A dialog's later turns count their own words."""
+
+    def __init__(self, folder: Path, edges: tuple[int, ...]) -> None:
+        from eval.workload import make_prompt
+        from runtime.text import TextError, TextProcessor
+
+        try:
+            self._text = TextProcessor.load(folder)
+        except TextError as error:
+            raise UsageError(f"--tokenizer {folder}: {error}") from error
+        self._edges, self._prompt = edges, make_prompt
+
+    def stratum(self, item: TaskItem) -> str:
+        """`length:0-1k` and so on."""
+        tokens = self._prompt(self._text, item, item.messages).token_ids
+        return f"length:{length_bucket(len(tokens), self._edges)}"
+
+
+def _strata(folder: Path, lengths: _Lengths | None) -> Counter[str]:
     """Items by stratum, all of them under ""."""
     counts: Counter[str] = Counter()
     for item in load_suite(folder).items:
         counts.update(("", f"source:{item.source}", f"lang:{item.lang}"))
+        if lengths is not None:
+            counts[lengths.stratum(item)] += 1
     return counts
 
 
 def _rules(spec: GateSpec) -> Iterator[tuple[str, str, StratumRule]]:
     """Rules for pass-or-fail items: (metric, stratum, rule)."""
     for name, rule in spec.metrics.items():
-        if METRICS[name].by_item:
+        # Nobody draws answers unless asked to.
+        is_drawn = METRICS[name].variant and rule.if_measured
+        if METRICS[name].by_item and not is_drawn:
             yield name, "", rule
             for stratum, within in rule.strata.items():
                 yield name, stratum, within
@@ -163,9 +196,42 @@ def _metric_plans(
 def _sizes(stratum: str, counts: Mapping[str, int], num_items: int) -> list[tuple[str, int]]:
     if not stratum:
         return [("", num_items)]
+    if stratum.startswith("length:") and not any(s.startswith("length:") for s in counts):
+        return []  # no tokenizer was named; a remark says so
     if stratum.endswith(":*"):
-        return [(s, n) for s, n in sorted(counts.items()) if s.startswith(stratum[:-1])]
+        found = [(s, n) for s, n in sorted(counts.items()) if s.startswith(stratum[:-1])]
+        # One that holds every item says what the whole says.
+        return [(s, n) for s, n in found if n != num_items]
     return [(stratum, counts.get(stratum, 0))]
+
+
+def _on_lengths(
+    spec: GateSpec, sizes: Mapping[str, int], seen: Seen, power: float, *, is_known: bool
+) -> Iterator[str]:
+    """What rules by input length need, which the tables cannot show."""
+    by_length = any(s.startswith("length:") for rule in spec.metrics.values() for s in rule.strata)
+    drifts = {
+        name: rule
+        for name, rule in spec.metrics.items()
+        if METRICS[name].difference and (is_known or not rule.if_measured)
+    }
+    if (by_length or drifts) and not is_known:
+        yield "Rules by input length: --tokenizer ART counts the items of each length."
+    if not drifts:
+        return
+    z = NormalDist().inv_cdf(spec.confidence) + NormalDist().inv_cdf(power)
+    for name, rule in drifts.items():
+        share = seen.discordance.get(name.removesuffix("_drift"), TYPICAL)
+        needed = max(math.ceil(2 * share * (z / rule.limit) ** 2), ENOUGH)
+        yield (
+            f"{METRICS[name].label}: about {needed} items at either end of the lengths accept an "
+            f"equal candidate {power:.0%} of the time ({share:.1%} differ, "
+            f"{rule.limit * 100:g} pp allowed)."
+        )
+    held = {s.removeprefix("length:"): n for s, n in sizes.items() if s.startswith("length:")}
+    if held:
+        said = ", ".join(f"{n} of {length} tokens" for length, n in sorted(held.items()))
+        yield f"Your items by input length: {said}."
 
 
 def _remarks(rows: tuple[MetricPlan, ...], asked: int, have: int) -> Iterator[str]:

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import torch
 
+from eval.amounts import Amounts, SampledPasses
 from eval.answer_log import AnswerLog
-from eval.asking import Asked, ask_all, read_reply
+from eval.asking import Asked, DrawOf, ask_all, drawn, greedy, read_reply
 from eval.checks.registry import score_reply
 from eval.errors import EvaluationError
 from eval.evaluation import Evaluation, Exchange, num_differing
 from eval.gate import await_review, judge
-from eval.metrics import answers, divergence, ladder, load
+from eval.measurement import Measurement
+from eval.metrics import answers, divergence, drift, ladder, load, sampled
 from eval.metrics.answers import PairedItem
 from eval.metrics.divergence import WindowScores
 from eval.noise import measure_noise
-from eval.opening import Job, Level, notes_on, numerics_of, open_all
+from eval.opening import Job, Level, Opened, notes_on, numerics_of, open_all
 from eval.preflight import artifact_facts, require_unchanged
 from eval.progress import Progress
 from eval.stats import Sampling
@@ -37,61 +41,111 @@ from runtime.text import TextProcessor
 _HELD_FLOATS = 1 << 26
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What both models gave. by_level: the greedy answers at each level, the last judged.
+
+    passes: the drawn answers, a list of exchanges for each seed; empty unless asked for.
+    """
+
+    scores: list[WindowScores]
+    by_level: list[list[Exchange]]
+    passes: list[list[Exchange]]
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """The greedy answers that are judged."""
+        return self.by_level[-1]
+
+
 def weigh(job: Job, progress: Progress) -> Evaluation:
     """Judge one artifact. Raises what `open_all` does, and EvaluationError for a base with NaN."""
     started = time.monotonic()
     opened = open_all(job, progress)
-    reference, candidate, workload = opened.reference, opened.candidate, opened.workload
-    text = opened.text
-    scores = score_windows(workload.windows, reference, candidate, progress)
-    base = ask_base(workload, text, reference, candidate.stop_ids, progress)
     log = AnswerLog(job.cache, opened.log_key)
-    by_level = [
-        pair(
-            workload, opened.text, base, ask_candidate(workload, opened.text, level, log, progress)
-        )
-        for level in opened.levels
-    ]
-    exchanges = by_level[-1]
+    found = ask(opened, job.amounts, log, progress)
     rules = opened.gates.spec
     sampling = Sampling(confidence=rules.confidence, draws=rules.draws, seed=job.amounts.seed)
     noise = measure_noise(
-        workload, opened.text, reference, candidate.stop_ids, exchanges,
+        opened.workload, opened.text, opened.reference, opened.candidate.stop_ids, found.exchanges,
         count=job.amounts.num_noise_items, sampling=sampling, progress=progress,
     )  # fmt: skip
     progress.stage("bootstrap", 1)
-    measurements = (
-        *divergence.measure(scores, sampling),
-        *answers.measure([e.pair for e in exchanges], sampling),
-        *(load.measure(by_level[0], exchanges, sampling) if len(by_level) > 1 else ()),
-    )
+    measurements = measure(found, sampling, rules.length_edges)
     verdict = await_review(
         judge(rules, {m.name: m for m in measurements}, noise.measurements),
         rules.review,
-        num_differing(exchanges),
+        num_differing(found.exchanges),
     )
     require_unchanged(opened.artifact)
     log.finish()
     progress.advance(1)
     return Evaluation(
-        artifact=artifact_facts(opened.artifact),
-        base=opened.base,
-        suite=opened.suite,
-        gates=opened.gates,
-        amounts=job.amounts,
+        **provenance(opened, job),
         sampling=sampling,
-        numerics=numerics_of(opened),
-        num_windows=len(workload.windows),
-        num_documents=len({window.document for window in workload.windows}),
         measurements=measurements,
-        ladder=divergence.ladder(scores),
-        layer1=ladder.describe(scores, sampling),
-        exchanges=tuple(exchanges),
+        ladder=divergence.ladder(found.scores),
+        layer1=ladder.describe(found.scores, sampling),
+        exchanges=tuple(found.exchanges),
         verdict=verdict,
-        notes=(*notes_on(opened, job.amounts), *notes_on_answers(by_level, log), noise.note),
+        notes=(*notes_on(opened, job.amounts), *notes_on_answers(found, job.amounts, log),
+               noise.note),
         judged_at=datetime.now(UTC),
         seconds=time.monotonic() - started,
-        said=job.said,
+    )  # fmt: skip
+
+
+def provenance(opened: Opened, job: Job) -> dict[str, Any]:
+    """The fields of an Evaluation that say what was judged, against what and how."""
+    windows = opened.workload.windows
+    return {
+        "artifact": artifact_facts(opened.artifact),
+        "base": opened.base,
+        "suite": opened.suite,
+        "gates": opened.gates,
+        "amounts": job.amounts,
+        "numerics": numerics_of(opened),
+        "num_windows": len(windows),
+        "num_documents": len({window.document for window in windows}),
+        "said": job.said,
+    }
+
+
+def ask(opened: Opened, amounts: Amounts, log: AnswerLog, progress: Progress) -> Found:
+    """Put everything to both models: the held-out text, the items, and the items again, drawn."""
+    workload, text, reference = opened.workload, opened.text, opened.reference
+    stop_ids = opened.candidate.stop_ids
+    scores = score_windows(workload.windows, reference, opened.candidate, progress)
+    base = ask_base(workload, text, reference, stop_ids, progress)
+    by_level = [
+        pair(workload, text, base, ask_candidate(workload, text, level, log, progress))
+        for level in opened.levels
+    ]
+    passes = []
+    # A choice is answered by likelihood: there is nothing to draw.
+    written = replace(workload, items=tuple(i for i in workload.items if not i.choices))
+    for how in _draws(amounts.sampled) if written.items else ():
+        said = ask_base(written, text, reference, stop_ids, progress, how)
+        other = ask_candidate(written, text, opened.levels[-1], log, progress, how)
+        passes.append(pair(written, text, said, other))
+    return Found(scores=scores, by_level=by_level, passes=passes)
+
+
+def _draws(passes: SampledPasses | None) -> list[DrawOf]:
+    return [] if passes is None else [drawn(passes, seed) for seed in passes.seeds]
+
+
+def measure(found: Found, sampling: Sampling, edges: Sequence[int]) -> tuple[Measurement, ...]:
+    """Every metric of the text, of the answers, under load, by length and over drawn answers."""
+    pairs = [exchange.pair for exchange in found.exchanges]
+    by_item = list(zip(*([x.pair for x in one] for one in found.passes), strict=True))
+    under_load = len(found.by_level) > 1
+    return (
+        *divergence.measure(found.scores, sampling, edges),
+        *answers.measure(pairs, sampling, edges),
+        *drift.measure(pairs, sampling, edges),
+        *sampled.measure(by_item, sampling, edges),
+        *(load.measure(found.by_level[0], found.exchanges, sampling) if under_load else ()),
     )
 
 
@@ -154,6 +208,7 @@ def ask_base(
     reference: Reference,
     stop_ids: Sequence[int],
     progress: Progress,
+    draw_of: DrawOf = greedy,
 ) -> list[Asked]:
     """The base's answers to all items."""
 
@@ -161,16 +216,21 @@ def ask_base(
         return reference.generate(prompts, stop_ids, advance)
 
     progress.stage("answers of the base", len(workload.items))
-    return ask_all(workload, text, generate, reference.choose, progress.advance)
+    return ask_all(workload, text, generate, reference.choose, progress.advance, draw_of)
 
 
 def ask_candidate(
-    workload: Workload, text: TextProcessor, level: Level, log: AnswerLog, progress: Progress
+    workload: Workload,
+    text: TextProcessor,
+    level: Level,
+    log: AnswerLog,
+    progress: Progress,
+    draw_of: DrawOf = greedy,
 ) -> list[Asked]:
     """The candidate's answers to all items, written down as they come."""
     progress.stage(f"answers of the {level.name}", len(workload.items))
     generate, choose = log.kept(level.name, level.generate), log.kept(level.name, level.choose)
-    return ask_all(workload, text, generate, choose, progress.advance)
+    return ask_all(workload, text, generate, choose, progress.advance, draw_of)
 
 
 def pair(
@@ -198,11 +258,21 @@ def _exchange(text: TextProcessor, item: TaskItem, base: Asked, candidate: Asked
     )
 
 
-def notes_on_answers(by_level: Sequence[Sequence[Exchange]], log: AnswerLog) -> list[str]:
+def notes_on_answers(found: Found, amounts: Amounts, log: AnswerLog) -> list[str]:
     """How the answers came about, where a reader should know."""
     notes = []
+    levels = found.by_level
     if log.num_resumed:
         notes.append(f"{log.num_resumed} answers are from a run that was interrupted before.")
-    if len(by_level) > 1 and (at := load.first_divergence(by_level[0], by_level[-1])) is not None:
+    if len(levels) > 1 and (at := load.first_divergence(levels[0], levels[-1])) is not None:
         notes.append(f"Answers that differ under load part at token {at} (median).")
+    if found.passes and amounts.sampled:
+        how, every = amounts.sampled, [x for one in found.passes for x in one]
+        same = sum(x.base_text == x.candidate_text for x in every) / len(every)
+        notes.append(
+            f"Besides the greedy answers, {len(how.seeds)} were drawn of each of "
+            f"{len(found.passes[0])} items by both models (temperature {how.temperature:g}, top_p "
+            f"{how.top_p:g}, seeds {', '.join(map(str, how.seeds))}, the same random numbers for "
+            f"both); {same:.1%} of them are the same."
+        )
     return notes

@@ -58,7 +58,7 @@ def to_stamp(evaluation: Evaluation) -> Stamp:
             chat_template_sha256=e.numerics.chat_template_sha256,
         ),
         suites=dict(e.suite.digests),
-        seeds={"items and windows": e.amounts.seed, "bootstrap": e.sampling.seed},
+        seeds=_seeds(e),
         engine=build(),
         summary=wording.summary(e),
         review=ReviewRecord(verdict="pending", required=True) if e.verdict.awaits_review else None,
@@ -112,6 +112,12 @@ def _review_record(data: Mapping[str, Any]) -> ReviewRecord:
         samples_sha256=review["samples_sha256"],
         summary=review["summary"],
     )
+
+
+def _seeds(e: Evaluation) -> dict[str, int]:
+    drawn = e.amounts.sampled.seeds if e.amounts.sampled else ()
+    passes = {f"sampled pass {number}": seed for number, seed in enumerate(drawn, start=1)}
+    return {"items and windows": e.amounts.seed, "bootstrap": e.sampling.seed, **passes}
 
 
 def _record(finding: Finding, e: Evaluation) -> MetricRecord:

@@ -32,10 +32,10 @@ class TaskMetric:
     kept: Callable[[Any, Any], bool] | None = None
 
 
-def _share(sums: np.ndarray) -> np.ndarray:
+def share(sums: np.ndarray) -> np.ndarray:
     """Of (part, whole)."""
-    share: np.ndarray = sums[:, 0] / sums[:, 1]
-    return share
+    found: np.ndarray = sums[:, 0] / sums[:, 1]
+    return found
 
 
 def _f1(sums: np.ndarray) -> np.ndarray:
@@ -75,15 +75,15 @@ TASK_METRICS: dict[str, TaskMetric] = {
     "code_defines": TaskMetric(label="Code defines"),
     "constraints": TaskMetric(label="Constraints"),
     "constraints_loose": TaskMetric(label="Constraints, loose"),
-    "instructions": TaskMetric(label="Instructions, strict", shape="rate", rate=_share),
-    "instructions_loose": TaskMetric(label="Instructions, loose", shape="rate", rate=_share),
+    "instructions": TaskMetric(label="Instructions, strict", shape="rate", rate=share),
+    "instructions_loose": TaskMetric(label="Instructions, loose", shape="rate", rate=share),
     "dialog_state": TaskMetric(label="Dialog state"),
-    "field_completeness": TaskMetric(label="Fields complete", shape="rate", rate=_share),
-    "field_accuracy": TaskMetric(label="Fields right", shape="rate", rate=_share),
+    "field_completeness": TaskMetric(label="Fields complete", shape="rate", rate=share),
+    "field_accuracy": TaskMetric(label="Fields right", shape="rate", rate=share),
     "field_f1": TaskMetric(label="Field F1", shape="rate", rate=_f1),
-    "type_fidelity": TaskMetric(label="Types kept", shape="rate", rate=_share),
-    "enum_adherence": TaskMetric(label="Enum exact", shape="rate", rate=_share),
-    "enum_lenient": TaskMetric(label="Enum, near misses", shape="rate", rate=_share),
+    "type_fidelity": TaskMetric(label="Types kept", shape="rate", rate=share),
+    "enum_adherence": TaskMetric(label="Enum exact", shape="rate", rate=share),
+    "enum_lenient": TaskMetric(label="Enum, near misses", shape="rate", rate=share),
     "json_extractable": TaskMetric(label="JSON extractable"),
     "json_unique_keys": TaskMetric(label="No duplicate keys"),
     "language_right": TaskMetric(label="Language asked for"),
@@ -95,3 +95,18 @@ TASK_METRICS: dict[str, TaskMetric] = {
     "refusal_kept": TaskMetric(label="Refusals kept", shape="kept", kept=_same),
     "length_kept": TaskMetric(label="Length kept", shape="kept", kept=_same_length),
 }
+
+
+def length_drift(name: str) -> str:
+    """The metric "how much more of `name` is lost in long inputs than in short ones"."""
+    return f"{name}_drift"
+
+
+def sampled(name: str) -> str:
+    """The metric over drawn answers, averaged within the item."""
+    return f"{name}_sampled"
+
+
+def pass_k(name: str) -> str:
+    """The metric "all drawn answers of an item pass"."""
+    return f"{name}_pass_k"

@@ -8,7 +8,7 @@ the design effect of their documents.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from eval.checks.base import Value
 from eval.checks.catalogue import TASK_METRICS, Rate
 from eval.checks.registry import Scored
 from eval.measurement import Measurement
+from eval.metrics.lengths import LENGTH_EDGES, length_bucket
 from eval.stats import (
     Interval,
     Sampling,
@@ -29,8 +30,6 @@ from eval.suites import TaskItem
 
 # Below this many changed clusters the bootstrap is too sure of itself.
 FEW_CHANGED = 5
-# Upper ends of the strata of prompt lengths, in tokens.
-LENGTH_BUCKETS = (1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +41,14 @@ class PairedItem:
     candidate: Scored
     num_prompt_tokens: int = 0
 
-    @property
-    def strata(self) -> tuple[str, str, str]:
-        """The domains it counts in."""
-        bucket = length_bucket(self.num_prompt_tokens)
+    def strata(self, edges: Sequence[int] = LENGTH_EDGES) -> tuple[str, str, str]:
+        """The domains it counts in. edges: where one bucket of input lengths ends, in tokens."""
+        bucket = length_bucket(self.num_prompt_tokens, edges)
         return f"source:{self.item.source}", f"lang:{self.item.lang}", f"length:{bucket}"
 
 
-def length_bucket(num_tokens: int) -> str:
-    """The stratum of a prompt length: 0-1k, 1-2k, 2-4k, 4-8k, 8k+."""
-    low = 0
-    for high in LENGTH_BUCKETS:
-        if num_tokens < high:
-            return f"{low // 1024}-{high // 1024}k"
-        low = high
-    return f"{low // 1024}k+"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class Row:
     """One item's part in one metric: the counts of both models (a single one for pass-or-fail)."""
 
     doc: str
@@ -68,9 +56,11 @@ class _Row:
     candidate: tuple[float, ...]
 
 
-def measure(pairs: Sequence[PairedItem], sampling: Sampling) -> tuple[Measurement, ...]:
+def measure(
+    pairs: Sequence[PairedItem], sampling: Sampling, edges: Sequence[int] = LENGTH_EDGES
+) -> tuple[Measurement, ...]:
     """Every metric that any item gave a value for, each with its domains."""
-    found = (_with_domains(name, pairs, sampling) for name in TASK_METRICS)
+    found = (_with_domains(name, pairs, sampling, edges) for name in TASK_METRICS)
     return tuple(m for m in found if m is not None)
 
 
@@ -87,45 +77,64 @@ def values_of(name: str, pair: PairedItem) -> tuple[Value, Value] | None:
     return pair.base.values[name], pair.candidate.values[name]
 
 
-def _with_domains(name: str, pairs: Sequence[PairedItem], sampling: Sampling) -> Measurement | None:
-    scored = [(pair, found) for pair in pairs if (found := values_of(name, pair)) is not None]
-    if not scored:
+def _with_domains(
+    name: str, pairs: Sequence[PairedItem], sampling: Sampling, edges: Sequence[int]
+) -> Measurement | None:
+    judged = [pair for pair in pairs if values_of(name, pair) is not None]
+    if not judged:
         return None
-    judged = [pair for pair, _ in scored]
-    rows = [_row(pair, found) for pair, found in scored]
-    names = sorted({stratum for pair in judged for stratum in pair.strata})
+    rows = [row_of(name, pair) for pair in judged]
+
+    def one(rows: Sequence[Row], pairs: Sequence[PairedItem]) -> Measurement:
+        return measurement(name, rows, pairs, sampling)
+
+    return with_domains(judged, rows, one, edges)
+
+
+def with_domains(
+    pairs: Sequence[PairedItem],
+    rows: Sequence[Row],
+    one: Callable[[Sequence[Row], Sequence[PairedItem]], Measurement],
+    edges: Sequence[int],
+) -> Measurement:
+    """What `one` makes of all items and, as its domains, of those of each stratum."""
+    strata = [pair.strata(edges) for pair in pairs]
     parts = []
-    for stratum in names:
-        inside = [i for i, pair in enumerate(judged) if stratum in pair.strata]
-        part = _measurement(name, [rows[i] for i in inside], [judged[i] for i in inside], sampling)
+    for stratum in sorted({name for names in strata for name in names}):
+        inside = [i for i, names in enumerate(strata) if stratum in names]
+        part = one([rows[i] for i in inside], [pairs[i] for i in inside])
         if part.num_scored:
             parts.append((stratum, part))
-    return replace(_measurement(name, rows, judged, sampling), domains=tuple(parts))
+    return replace(one(rows, pairs), domains=tuple(parts))
 
 
-def _row(pair: PairedItem, found: tuple[Value, Value]) -> _Row:
+def row_of(name: str, pair: PairedItem) -> Row:
+    """A pair's part in a metric that it has values of."""
+    found = values_of(name, pair)
+    assert found is not None
     base, candidate = (v if isinstance(v, tuple) else (v,) for v in found)
-    return _Row(doc=pair.item.doc, base=base, candidate=candidate)
+    return Row(doc=pair.item.doc, base=base, candidate=candidate)
 
 
-def _measurement(
-    name: str, rows: Sequence[_Row], pairs: Sequence[PairedItem], sampling: Sampling
+def measurement(
+    name: str, rows: Sequence[Row], pairs: Sequence[PairedItem], sampling: Sampling
 ) -> Measurement:
+    """One metric over these items, each with its row."""
     metric = TASK_METRICS[name]
     num_failed = sum(pair.candidate.failed for pair in pairs)
     if metric.rate is None:
-        found = _pass_or_fail(name, rows, num_failed, sampling)
+        found = pass_or_fail(name, rows, num_failed, sampling)
         lost = (
             pair.item.id
             for pair, row in zip(pairs, rows, strict=True)
             if pair.item.golden and row.base[0] == 1 and row.candidate[0] != 1
         )
         return replace(found, golden_lost=tuple(lost) if metric.kept is None else ())
-    return _graded(name, rows, num_failed, sampling, metric.rate)
+    return graded(name, rows, num_failed, sampling, metric.rate)
 
 
-def _pass_or_fail(
-    name: str, rows: Sequence[_Row], num_failed: int, sampling: Sampling
+def pass_or_fail(
+    name: str, rows: Sequence[Row], num_failed: int, sampling: Sampling
 ) -> Measurement:
     """What each item passes or fails: score bounds of the paired drop, documents as clusters."""
     base, candidate = [row.base[0] == 1 for row in rows], [row.candidate[0] == 1 for row in rows]
@@ -148,9 +157,9 @@ def _pass_or_fail(
     )
 
 
-def _graded(
+def graded(
     name: str,
-    rows: Sequence[_Row],
+    rows: Sequence[Row],
     num_failed: int,
     sampling: Sampling,
     rate: Rate,
@@ -179,7 +188,7 @@ def _graded(
     )
 
 
-def _clustered(rows: Sequence[_Row]) -> tuple[np.ndarray, np.ndarray, int]:
+def _clustered(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, int]:
     """[C, K] sums of each document for base and candidate, and how many documents changed."""
     docs = list(dict.fromkeys(row.doc for row in rows))
     place = {doc: index for index, doc in enumerate(docs)}

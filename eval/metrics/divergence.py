@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from eval.measurement import Measurement, Unit
+from eval.metrics.lengths import LENGTH_EDGES, length_bucket
 from eval.stats import Sampling, cluster_bootstrap
 from eval.windows import Window
 
@@ -50,9 +51,21 @@ class Ladder:
     above: dict[float, float]
 
 
-def measure(scores: Sequence[WindowScores], sampling: Sampling) -> tuple[Measurement, ...]:
-    """perplexity_ratio, kl_mean, kl_p99 and top1_agreement, each with its domains."""
-    return tuple(_with_domains(one, scores, sampling) for one in _MEASURES)
+def measure(
+    scores: Sequence[WindowScores], sampling: Sampling, edges: Sequence[int] = LENGTH_EDGES
+) -> tuple[Measurement, ...]:
+    """Every judged metric of layer 1 with its domains.
+
+    edges: where one bucket of context lengths ends, in tokens; a token counts where it stands.
+    """
+    parts = _by_domain(scores) | _by_length(scores, edges)
+    return tuple(
+        replace(
+            one(scores, sampling),
+            domains=tuple((name, one(part, sampling)) for name, part in sorted(parts.items())),
+        )
+        for one in _MEASURES
+    )
 
 
 def ladder(scores: Sequence[WindowScores]) -> Ladder:
@@ -70,10 +83,35 @@ def ladder(scores: Sequence[WindowScores]) -> Ladder:
 _Measure = Callable[[Sequence[WindowScores], Sampling], Measurement]
 
 
-def _with_domains(one: _Measure, scores: Sequence[WindowScores], sampling: Sampling) -> Measurement:
-    names = sorted({name for score in scores for name in domain_names(score)})
-    parts = tuple((n, one([s for s in scores if n in domain_names(s)], sampling)) for n in names)
-    return replace(one(scores, sampling), domains=parts)
+def _by_domain(scores: Sequence[WindowScores]) -> dict[str, list[WindowScores]]:
+    names = {name for score in scores for name in domain_names(score)}
+    return {name: [s for s in scores if name in domain_names(s)] for name in names}
+
+
+def _by_length(
+    scores: Sequence[WindowScores], edges: Sequence[int]
+) -> dict[str, list[WindowScores]]:
+    """The tokens by how many stand before them; nothing when that is one bucket for all."""
+    ends = [0, *edges, max(len(s.window.token_ids) for s in scores) + max(edges)]
+    parts: dict[str, list[WindowScores]] = {}
+    for low, high in zip(ends, ends[1:], strict=False):
+        cut = (_between(score, low, high) for score in scores)
+        if inside := [part for part in cut if len(part.kl)]:
+            parts[f"length:{length_bucket(low, edges)}"] = inside
+    return parts if len(parts) > 1 else {}
+
+
+def _between(score: WindowScores, low: int, high: int) -> WindowScores:
+    """Its tokens with at least `low` and fewer than `high` tokens before them."""
+    first = score.window.num_context
+    part = slice(max(low - first, 0), max(high - first, 0))
+    return replace(
+        score,
+        base_nll=score.base_nll[part],
+        candidate_nll=score.candidate_nll[part],
+        kl=score.kl[part],
+        agrees=score.agrees[part],
+    )
 
 
 def domain_names(score: WindowScores) -> tuple[str, str]:
@@ -133,6 +171,40 @@ def _token_mean(
     return one
 
 
+def _drift(name: str, values: Callable[[WindowScores], np.ndarray]) -> _Measure:
+    """Mean over the last quarter of each window's tokens minus the mean over the first."""
+
+    def one(scores: Sequence[WindowScores], sampling: Sampling) -> Measurement:
+        rows = per_document(scores, [_quarters(values(score)) for score in scores])
+        interval = cluster_bootstrap(
+            rows, lambda t: t[:, 0] / t[:, 1] - t[:, 2] / t[:, 3], sampling
+        )
+        return Measurement(
+            name=name,
+            unit="nats",
+            base=None,
+            candidate=None,
+            estimate=interval.estimate,
+            lower=interval.lower,
+            upper=interval.upper,
+            counted="tokens",
+            num_scored=int(rows[:, [1, 3]].sum()),
+            num_clusters=len(rows),
+            num_nonfinite=_num_nonfinite(scores),
+            about="the last quarter of each window minus its first",
+        )
+
+    return one
+
+
+def _quarters(values: np.ndarray) -> np.ndarray:
+    """[n, 4]: values of the last quarter and ones to count them, then of the first."""
+    quarter = np.arange(len(values)) * 4 // max(len(values), 1)
+    last, first = quarter == 3, quarter == 0
+    parts = (np.where(last, values, 0.0), last, np.where(first, values, 0.0), first)
+    return np.stack([np.asarray(part, dtype=np.float64) for part in parts], axis=1)
+
+
 def _perplexities(scores: Sequence[WindowScores]) -> tuple[float, float]:
     base = np.concatenate([score.base_nll for score in scores])
     candidate = np.concatenate([score.candidate_nll for score in scores])
@@ -184,4 +256,6 @@ _MEASURES: tuple[_Measure, ...] = (
     _token_mean("kl_mean", "nats", lambda s: s.kl, np.positive, _neither),
     _kl_p99,
     _token_mean("top1_agreement", "share", lambda s: s.agrees, np.positive, _neither),
+    _drift("kl_drift", lambda s: s.kl),
+    _drift("nll_drift", lambda s: s.candidate_nll - s.base_nll),
 )

@@ -13,11 +13,21 @@ Finish = Literal["stop", "length", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How an answer is drawn: temperature, nucleus, and the seed of its own random stream."""
+
+    temperature: float
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A prompt with every special token in place, and how many tokens the answer may have.
 
     choices: continuations as token ids, for a prompt that is answered by likelihood. messages,
-    tools: what the ids were rendered from, for a target that applies the template itself.
+    tools: what the ids were rendered from, for a target that applies the template itself. draw: how
+    its answer is drawn, None for the greedy one.
     """
 
     token_ids: tuple[int, ...]
@@ -25,11 +35,12 @@ class Prompt:
     choices: tuple[tuple[int, ...], ...] = ()
     messages: tuple[dict[str, str], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    draw: Draw | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A greedy answer without its stop token, and why it ended.
+    """An answer without its stop token, and why it ended.
 
     text: what a target that speaks text said (token_ids are then that text's). tool_calls: the
     calls a server parsed itself. choice_logprobs: nats of each choice, for a prompt with choices.
@@ -76,7 +87,7 @@ class Reference(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], stop_ids: Sequence[int], advance: Advance
     ) -> list[Answer]:
-        """Greedy answers; `advance(k)` is called as k more prompts are done."""
+        """Answers as the prompts say, greedy or drawn; `advance(k)`: k more of them are there."""
 
     def choose(self, prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
         """The log-likelihood of each of the prompts' choices."""
@@ -99,7 +110,7 @@ class Candidate(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], advance: Advance, keep: Keep = forget
     ) -> list[Answer]:
-        """Greedy answers; `advance(k)` is called as k more prompts are done."""
+        """Answers as the prompts say, greedy or drawn; `advance(k)`: k more of them are there."""
 
     def choose(
         self, prompts: Sequence[Prompt], advance: Advance, keep: Keep = forget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,7 +131,8 @@ class EngineTarget:
         return part, [[next(scores).nll for _ in prompt.choices] for prompt in part]
 
     def _add(self, index: int, prompt: Prompt) -> None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens)
+        how = {"temperature": 0.0} if prompt.draw is None else asdict(prompt.draw)
+        sampling = SamplingParams(max_tokens=prompt.max_tokens, **how)
         try:
             self.engine.add(Request(id=str(index), prompt=prompt.token_ids, sampling=sampling))
         except RequestError as error:

@@ -13,7 +13,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from eval.errors import TargetError
 from eval.targets.base import Advance, Answer, Finish, Prompt
 from eval.targets.batching import batches, limits_of
 from eval.targets.checkpoint import Checkpoint
+from runtime.engine.sampler import SamplingRow, sample
+from runtime.request import SamplingParams
 
 
 class ReferenceTarget:
@@ -110,10 +112,10 @@ class ReferenceTarget:
         *,
         together: bool = True,
     ) -> list[Answer]:
-        """Greedy answers, in left-padded batches or one at a time."""
+        """Answers, greedy or drawn, in left-padded batches or one at a time."""
         limits = self.limits if together else replace(self.limits, rows=1)
         what = f"answers, {limits.rows} at once"
-        keys = [self._key(what, [p.token_ids, p.max_tokens, list(stop_ids)]) for p in prompts]
+        keys = [self._key(what, _asked(p, stop_ids)) for p in prompts]
         answers = {i: _from_json(v) for i, key in enumerate(keys) if (v := self._cache.json(key))}
         advance(len(answers))
         missing = [i for i in range(len(prompts)) if i not in answers]
@@ -180,12 +182,50 @@ class ReferenceTarget:
             input_ids=torch.tensor(rows, device=self._device),
             attention_mask=torch.tensor(mask, device=self._device),
             generation_config=_greedy(max(p.max_tokens for p in prompts), pad, stop_ids),
+            logits_processor=[_Drawing(prompts, width)],
         )
         tails = output[:, width:].tolist()
         return [_trim(tail, p.max_tokens, stop_ids) for tail, p in zip(tails, prompts, strict=True)]
 
     def _key(self, what: str, content: Any) -> list[Any]:
         return [what, self.digest, self._device, versions(), content]
+
+
+def _asked(prompt: Prompt, stop_ids: Sequence[int]) -> list[Any]:
+    """What decides an answer; a greedy one's key is as long as it ever was."""
+    drawn = [] if prompt.draw is None else [list(astuple(prompt.draw))]
+    return [prompt.token_ids, prompt.max_tokens, list(stop_ids), *drawn]
+
+
+class _Drawing(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Draws the rows that are to be drawn by the engine's own definition; greedy then takes that.
+
+    A row's random number depends on its seed and its number of tokens alone: neither on the batch
+    nor on the model, and both models meet the same ones (docs/decisions/0020).
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], width: int) -> None:
+        self._draws = [(i, p.draw) for i, p in enumerate(prompts) if p.draw is not None]
+        self._width = width
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """scores: [B, V] logits. Rows that are drawn come back as 0 at the drawn id, else -inf."""
+        if not self._draws:
+            return scores
+        number = input_ids.shape[1] - self._width
+        rows = [
+            SamplingRow(
+                params=SamplingParams(temperature=d.temperature, top_p=d.top_p),
+                seed=d.seed, num_generated=number,
+            )
+            for _, d in self._draws
+        ]  # fmt: skip
+        places = torch.tensor([i for i, _ in self._draws], device=scores.device)
+        drawn = sample(scores[places].float(), rows)
+        scores = scores.clone()
+        scores[places] = -torch.inf
+        scores[places, drawn] = 0.0
+        return scores
 
 
 def versions() -> list[str]:

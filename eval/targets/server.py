@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import httpx
@@ -130,7 +130,7 @@ class ServerTarget:
     def _written(self, prompt: Prompt) -> Answer:
         if self._text.chat_template is None:
             return self._completed(prompt)
-        body = {"messages": list(prompt.messages), "max_tokens": prompt.max_tokens}
+        body = {"messages": list(prompt.messages), **_drawn(prompt)}
         if prompt.tools:
             body["tools"] = list(prompt.tools)
         reply = self._post("/chat/completions", body)
@@ -143,7 +143,7 @@ class ServerTarget:
         return self._answer(message.get("content"), choice, calls)
 
     def _completed(self, prompt: Prompt) -> Answer:
-        body = {"prompt": list(prompt.token_ids), "max_tokens": prompt.max_tokens}
+        body = {"prompt": list(prompt.token_ids), **_drawn(prompt)}
         choice = _first_choice(self._post("/completions", body))
         return self._answer(choice.get("text"), choice, None)
 
@@ -250,6 +250,12 @@ class ServerTarget:
                 "is to be judged"
             )
         return name
+
+
+def _drawn(prompt: Prompt) -> dict[str, Any]:
+    """How long an answer may be and how it is drawn, in the API's words."""
+    how = {"temperature": 0.0} if prompt.draw is None else asdict(prompt.draw)
+    return {"max_tokens": prompt.max_tokens, **how}
 
 
 def _words(response: httpx.Response) -> str:

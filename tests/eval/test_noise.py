@@ -50,8 +50,8 @@ def test_a_base_whose_answers_depend_on_the_batch(
     """Alone it answers nothing: no margin of 5 points can then tell damage from noise."""
     generate = ReferenceTarget.generate
 
-    def fickle(self: Any, prompts: Sequence[Any], *rest: Any, batch_size: int = 0) -> Any:
-        if batch_size == 1:
+    def fickle(self: Any, prompts: Sequence[Any], *rest: Any, together: bool = True) -> Any:
+        if not together:
             return [Answer(token_ids=(), finish="stop") for _ in prompts]
         return generate(self, prompts, *rest)
 
