@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader, dequantize
+from gguf import dequantize
 from torch import Tensor
 from transformers import AutoConfig
 
 from quant.checkpoint import Source, file_sha256
 from quant.errors import SourceError, UnsupportedModelError, first_line
+from quant.gguf_reading import QuickReader, parsed_for_transformers
 from quant.modelling import FAMILIES, check_family, check_tensors, load_tokenizer
 
 # llama.cpp's tensor names of a decoder, without `blk.N.`; norms differ by family.
@@ -149,8 +150,9 @@ class GGUFSource(Source):
 
     def _make_config(self) -> dict[str, Any]:
         try:
-            read = AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name)
-        except Exception as error:  # it parses the file anew, and checks the config it makes of it
+            with parsed_for_transformers(self.path, self._reader):
+                read = AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        except Exception as error:  # it checks the config it makes of the fields
             raise SourceError(
                 f"{self.path}: its metadata makes no model configuration "
                 f"({type(error).__name__}: {first_line(error)}); fetch the file again"
@@ -191,7 +193,8 @@ class GGUFSource(Source):
     @cached_property
     def _made(self) -> tuple[Any, dict[str, bytes]]:
         """The tokenizer and its files, saved before anyone can have changed its settings."""
-        tokenizer = load_tokenizer(self.path.parent, gguf_file=self.path.name)
+        with parsed_for_transformers(self.path, self._reader):
+            tokenizer = load_tokenizer(self.path.parent, gguf_file=self.path.name)
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
@@ -208,8 +211,8 @@ class GGUFSource(Source):
         return {**self._made[1], "generation_config.json": text.encode()}
 
 
-def _open_reader(path: Path) -> GGUFReader:
+def _open_reader(path: Path) -> QuickReader:
     try:
-        return GGUFReader(path)
+        return QuickReader(path)
     except (OSError, ValueError, IndexError) as error:
         raise SourceError(f"{path}: not a readable GGUF file: {error}") from error

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import transformers
-from gguf import GGUFReader
 from safetensors import SafetensorError
 from transformers import DynamicCache
 
@@ -27,6 +26,7 @@ from eval.errors import TargetError
 from eval.targets.base import Advance, Answer, Finish, Prompt
 from eval.targets.batching import batches, limits_of
 from eval.targets.checkpoint import Checkpoint
+from quant.gguf_reading import QuickReader, parsed_for_transformers
 from runtime.engine.sampler import SamplingRow, sample
 from runtime.request import SamplingParams
 
@@ -243,9 +243,10 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """The checkpoint's own tokenizer; TargetError when there is none."""
     options = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {}
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            str(checkpoint.directory), local_files_only=True, **options
-        )
+        with _parsed(checkpoint):
+            return transformers.AutoTokenizer.from_pretrained(
+                str(checkpoint.directory), local_files_only=True, **options
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise TargetError(
             f"the base {checkpoint.name} has no usable tokenizer: {_first_line(error)}"
@@ -260,6 +261,12 @@ def load_weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, torc
     return {**config, "architectures": [type(model).__name__]}, model.state_dict()
 
 
+def _parsed(checkpoint: Checkpoint) -> contextlib.AbstractContextManager[None]:
+    if checkpoint.gguf_file is None:
+        return contextlib.nullcontext()
+    return parsed_for_transformers(checkpoint.directory / checkpoint.gguf_file)
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -270,7 +277,8 @@ def _load_model(checkpoint: Checkpoint, device: str) -> Any:
         dequantize = transformers.GgufConfig(dequantize=True)
         options = {"gguf_file": checkpoint.gguf_file, "quantization_config": dequantize}
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's own progress bar
+        # The GGUF reader's own progress bar goes nowhere.
+        with contextlib.redirect_stderr(io.StringIO()), _parsed(checkpoint):
             model, loading = transformers.AutoModelForCausalLM.from_pretrained(
                 str(checkpoint.directory),
                 dtype=torch.float32,
@@ -330,6 +338,6 @@ def _stored_as(checkpoint: Checkpoint, cache: Cache) -> str:
 
 def _gguf_types(checkpoint: Checkpoint) -> list[list[Any]]:
     assert checkpoint.gguf_file is not None
-    tensors = GGUFReader(checkpoint.directory / checkpoint.gguf_file).tensors
+    tensors = QuickReader(checkpoint.directory / checkpoint.gguf_file).tensors
     counts = Counter(t.tensor_type.name for t in tensors if len(t.shape) > 1)
     return [[name, count] for name, count in counts.most_common()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quant.errors import SourceError, UnsupportedModelError
+from quant.gguf_reading import QuickReader, parsed_for_transformers
 from quant.gguf_source import LEAVES, OUTER, TWO_NORMS
 from quant.source import open_source
 
@@ -91,6 +93,26 @@ def test_tiny_gguf_is_what_transformers_reads(
     assert source.config["tie_word_embeddings"] is False
 
 
+def test_one_parse_serves_transformers_as_its_own_would(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path, other = tmp_path / "tiny.gguf", tmp_path / "other.gguf"
+    write_gguf(path, tiny_model())
+    shutil.copy(path, other)
+    own, quick = gguf.GGUFReader(path), QuickReader(path)
+    assert {k: f.contents() for k, f in quick.fields.items()} == {
+        k: f.contents() for k, f in own.fields.items()
+    }
+    for ours, theirs in zip(quick.tensors, own.tensors, strict=True):
+        assert (ours.name, ours.tensor_type) == (theirs.name, theirs.tensor_type)
+        assert ours.shape.tolist() == theirs.shape.tolist()
+        assert np.array_equal(ours.data, theirs.data)
+    with parsed_for_transformers(path, quick):
+        assert gguf.GGUFReader(str(path)) is quick
+        assert gguf.GGUFReader(other) is not quick
+    assert gguf.GGUFReader is type(own)
+
+
 def test_files_are_made_once_and_alike(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny_model())
@@ -111,7 +133,8 @@ def test_rope_factors_in_a_gguf_are_refused(
 @pytest.mark.slow
 def test_the_real_model_is_what_transformers_reads(smollm2_gguf: Path) -> None:
     source = open_source(str(smollm2_gguf))
-    expected = transformers_weights(smollm2_gguf)
+    with parsed_for_transformers(smollm2_gguf):
+        expected = transformers_weights(smollm2_gguf)
     assert set(expected) - set(source.names) == {"lm_head.weight"}
     for name in source.names:
         if ".layers." not in name or ".layers.0." in name or ".layers.29." in name:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from scripted_engine import run
 
+from quant.gguf_reading import parsed_for_transformers
 from runtime.config import EngineConfig
 from runtime.engine.batch import Piece
 from runtime.engine.engine import Engine
@@ -41,12 +42,13 @@ def reference_model(path: Path) -> Any:
     from transformers import AutoModelForCausalLM, GgufConfig
 
     if path.suffix == ".gguf":
-        return AutoModelForCausalLM.from_pretrained(
-            path.parent,
-            gguf_file=path.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
-        ).eval()
+        with parsed_for_transformers(path):
+            return AutoModelForCausalLM.from_pretrained(
+                path.parent,
+                gguf_file=path.name,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.float32,
+            ).eval()
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
@@ -233,10 +235,10 @@ def real_prompts(path: Path) -> Prompts:
 def test_the_real_model(smollm2_gguf: Path, dense_artifact: Callable[[Path], Path]) -> None:
     path = dense_artifact(smollm2_gguf)
     engine = open_engine(path)
-    prompts = real_prompts(path)[2::4]
-    found = outputs_by_mode(engine, prompts, 24, ["all at once"], num_alone=1)
-    small = variant(engine, num_blocks=16, max_num_batched_tokens=32)
-    found["preempted, chunk 32"] = greedy(small, prompts, 24)
+    prompts = real_prompts(path)[2::8]
+    found = outputs_by_mode(engine, prompts, 20, ["all at once"], num_alone=1)
+    small = variant(engine, num_blocks=5, max_num_batched_tokens=32)
+    found["preempted, chunk 32"] = greedy(small, prompts, 20)
     assert small.stats().preemptions_total > 0
     model = reference_model(smollm2_gguf)
     check_parity(model, prompts, found)
