@@ -11,8 +11,10 @@ STAMP := $(VENV)/.weighbridge-set-up
 demo: set-up model
 	$(BIN)/python scripts/demo.py --model $(GGUF)
 
+# In the order of the folders, which ends with many small files: by default xdist keeps files of few
+# tests for the end, and ours with few tests are the longest ones.
 test: set-up model
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: set-up
 	scripts/check

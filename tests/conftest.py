@@ -5,6 +5,7 @@ Knows nothing of the parts under test but `quant.api`, which makes the artifacts
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -16,8 +17,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pytest
-import torch
+# The garbage collector walks all that is there again and again while half a million objects are
+# imported for good, a third of the time; see `pytest_collection_finish`.
+gc.disable()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -127,6 +132,12 @@ def make_tiny_model(directory: Path, family: str, dtype: torch.dtype, **override
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

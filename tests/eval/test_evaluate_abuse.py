@@ -94,13 +94,13 @@ def test_a_fault_of_our_own_does_not_read_like_a_rejection(
 
 @pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_leaves_nothing(
-    dense: Path, suite_dir: Path, tmp_path: Path, name: signal.Signals
+    dense: Path, suite_dir: Path, cache_dir: Path, tmp_path: Path, name: signal.Signals
 ) -> None:
     copy = shutil.copytree(dense, tmp_path / "art", ignore=shutil.ignore_patterns("gate.json"))
     before = {path.name for path in copy.iterdir()}
     line = [sys.executable, "-c", INTERRUPTIBLE, str(copy), "--suite", str(suite_dir),
             "--out", str(tmp_path / "report"), *OPTIONS]  # fmt: skip
-    environment = {**os.environ, "WEIGHBRIDGE_CACHE": str(tmp_path / "cache")}
+    environment = {**os.environ, "WEIGHBRIDGE_CACHE": str(cache_dir)}
     with subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
