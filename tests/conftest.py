@@ -18,7 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # The garbage collector walks all that is there again and again while half a million objects are
-# imported for good, a third of the time; see `pytest_collection_finish`.
+# imported for good, a third of the time; see `pytest_runtestloop`.
 gc.disable()
 
 import pytest  # noqa: E402
@@ -134,7 +134,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """All is imported, in a worker; the process that deals out the tests comes here too."""
     gc.collect()
     gc.freeze()
     gc.enable()
