@@ -20,12 +20,13 @@ from typing import Any
 
 from eval.amounts import Amounts
 from eval.asking import Asked, ask_all
+from eval.checks.catalogue import pass_k, sampled
 from eval.errors import EvaluationError, UsageError
 from eval.evaluation import BaseFacts
 from eval.gate import Verdict, judge
-from eval.gate_spec import LoadedGates, load_gates
+from eval.gate_spec import GateSpec, LoadedGates, load_gates
 from eval.measurement import Measurement
-from eval.metrics import answers, divergence
+from eval.metrics import answers, divergence, drift
 from eval.noise import measure_noise
 from eval.opening import Job, Opened, open_all
 from eval.preflight import open_judgeable, source_of
@@ -61,7 +62,7 @@ from runtime.config import ConfigError
 from runtime.text import TextError, TextProcessor
 
 # Items of each task file that a broken template's answers are asked on, beside the refusal.
-_BESIDE_ITEMS = 20
+_BESIDE_ITEMS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,11 @@ class _Bench:
     @property
     def num_windows(self) -> int:
         return len(self.workload.windows)
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where buckets of input lengths end."""
+        return self.gates.spec.length_edges
 
 
 def self_test(
@@ -214,14 +220,25 @@ class _Titled:
 def _weigh(bench: _Bench, candidate: Candidate, progress: Progress) -> Verdict:
     """The gate's verdict on one candidate, from the held-out text alone where that rejects."""
     scores = score_windows(bench.workload.windows, bench.reference, candidate, progress)
-    read = {m.name: m for m in divergence.measure(scores, bench.sampling)}
+    read = {m.name: m for m in divergence.measure(scores, bench.sampling, bench.edges)}
     early = _part(bench, read)
     if early is not None and early.result == "rejected":
         return early
     ours = _ask(bench.workload, bench.text, candidate, progress)
     exchanges = pair(bench.workload, bench.text, bench.base_answers, ours)
-    said = answers.measure([e.pair for e in exchanges], bench.sampling)
-    return judge(bench.gates.spec, read | {m.name: m for m in said}, bench.noise)
+    pairs = [exchange.pair for exchange in exchanges]
+    said = (
+        *answers.measure(pairs, bench.sampling, bench.edges),
+        *drift.measure(pairs, bench.sampling, bench.edges),
+    )
+    return judge(_greedy(bench.gates.spec), read | {m.name: m for m in said}, bench.noise)
+
+
+def _greedy(spec: GateSpec) -> GateSpec:
+    """The rules without those for drawn answers, which nobody is asked for here."""
+    drawn = (sampled(""), pass_k(""))
+    rules = {name: rule for name, rule in spec.metrics.items() if not name.endswith(drawn)}
+    return spec.model_copy(update={"metrics": rules})
 
 
 def _part(bench: _Bench, measured: Mapping[str, Measurement]) -> Verdict | None:
@@ -343,7 +360,7 @@ def _answers_alone(bench: _Bench, candidate: Candidate, folder: Path, progress: 
     known = {i.id: a for i, a in zip(bench.workload.items, bench.base_answers, strict=True)}
     theirs = [known[item.id] for item in workload.items]
     pairs = [e.pair for e in pair(workload, bench.text, theirs, ours)]
-    verdict = _part(bench, {m.name: m for m in answers.measure(pairs, bench.sampling)})
+    verdict = _part(bench, {m.name: m for m in answers.measure(pairs, bench.sampling, bench.edges)})
     if verdict is None:
         return "no rule judges answers"
     if verdict.result == "rejected":

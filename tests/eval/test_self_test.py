@@ -88,8 +88,8 @@ def test_the_base_is_accepted_and_every_defect_is_caught(
     assert "different tokenizers" in found["tokenizer"]["reason"]
     assert "renders the chat" in found["template-roles"]["reason"]
     # This model learnt its answer so well that it gives it behind any prompt: that is said.
-    assert found["template-prompt"]["beside"] == "inconclusive on 20 items"
-    assert "Its answers alone: inconclusive on 20 items" in out
+    assert found["template-prompt"]["beside"] == "inconclusive on 8 items"
+    assert "Its answers alone: inconclusive on 8 items" in out
     assert out.startswith("write the base")
     assert "PASSED  The gate accepts the base" in out
     assert "7 of 7 planted defects were caught" in out
@@ -116,7 +116,7 @@ def test_limits_wide_enough_for_a_defect_fail_the_test(
     taught_model: Path, call: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "wide.yaml").write_text(
-        "version: 1\ndraws: 1000\nmetrics:\n  kl_mean: {max: 500.0}\n"
+        f"{QUICK}  kl_mean: {{max: 500.0}}\n  schema_valid_sampled: {{max_drop: 0.05}}\n"
     )
     code, out, _ = call("--base", taught_model, "--gates", tmp_path / "wide.yaml",
                         "--defect", "3-bit", "--items", 4)  # fmt: skip
