@@ -26,7 +26,9 @@ from eval.review.verdict import State, state
 # Items shown with both answers: the rest is in report.json.
 MOST_ITEMS = 60
 WORST = 5
-_LAYER_1 = frozenset({"perplexity_ratio", "kl_mean", "kl_p99", "top1_agreement"})
+_LAYER_1 = frozenset(
+    {"perplexity_ratio", "kl_mean", "kl_p99", "top1_agreement", "kl_drift", "nll_drift"}
+)
 _LOAD = ("load_text_agreement", "load_check_agreement")
 _BADGE_WORDS: dict[State, str] = {
     "none": "not asked", "pending": "pending", "pass": "passed", "fail": "FAILED",
