@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import dequantize
+from tokenizers.decoders import ByteLevel
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -52,6 +53,13 @@ OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+}
+# The tokenizer's special tokens, by the file's keys.
+_SPECIAL_IDS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
 }
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 
@@ -195,10 +203,22 @@ class GGUFSource(Source):
         """The tokenizer and its files, saved before anyone can have changed its settings."""
         with parsed_for_transformers(self.path, self._reader):
             tokenizer = load_tokenizer(self.path.parent, gguf_file=self.path.name)
+        self._mend(tokenizer)
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
         return tokenizer, files
+
+    def _mend(self, tokenizer: Any) -> None:
+        """What the file says outranks what a release of transformers makes of it: 5.17 takes the
+        first special token for the end of text, and puts SentencePiece's steps into the decoder of
+        a byte-level vocabulary."""
+        for name, key in _SPECIAL_IDS.items():
+            index = self._field(f"tokenizer.ggml.{key}")
+            if index is not None and index < len(tokenizer):
+                setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(index)))
+        if self._field("tokenizer.ggml.model") == "gpt2":
+            tokenizer.backend_tokenizer.decoder = ByteLevel()
 
     def tokenizer(self) -> Any:
         return self._made[0]

@@ -37,6 +37,8 @@ def read_pieces(vocab: Mapping[str, int], added: Mapping[int, str], special: fro
     """Build the table. ValueError when the decoder is of neither kind."""
     steps = decoder.get("decoders", [decoder])
     kinds = {step.get("type") for step in steps}
+    if _is_byte_level(steps, vocab):
+        steps, kinds = steps[-1:], {"ByteLevel"}
     to_bytes = _byte_level if kinds == {"ByteLevel"} else _sentencepiece(steps, kinds)
     raw = [b""] * (max([*vocab.values(), *added]) + 1)
     for token, index in vocab.items():
@@ -69,6 +71,23 @@ def _byte_level(token: str) -> bytes:
         return bytes([_ALPHABET[char] for char in token])
     except KeyError:
         return token.encode()
+
+
+def _is_byte_level(steps: list[dict[str, Any]], vocab: Mapping[str, int]) -> bool:
+    """True where a byte-level step ends the chain and nothing before it can change a token.
+
+    Some converters put SentencePiece's steps before it; they touch U+2581 and `<0xE2>` only, and a
+    byte-level vocabulary has neither.
+    """
+    before = {step.get("type") for step in steps[:-1]}
+    if not steps or steps[-1].get("type") != "ByteLevel":
+        return False
+    if not before <= {"ByteFallback", "Fuse", "Replace"}:
+        return False
+    rules = [step for step in steps[:-1] if step.get("type") == "Replace"]
+    if not all(map(_is_space_rule, rules)):
+        return False
+    return not before or not any(_SPACE_MARK in t or _BYTE_TOKEN.fullmatch(t) for t in vocab)
 
 
 def _sentencepiece(steps: list[dict[str, Any]], kinds: set[str | None]) -> Any:

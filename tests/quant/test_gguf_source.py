@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,11 +14,14 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file
+from tokenizers import decoders
 from transformers import AutoModelForCausalLM
 
+from quant import gguf_source
 from quant.errors import SourceError, UnsupportedModelError
 from quant.gguf_reading import QuickReader, parsed_for_transformers
 from quant.gguf_source import LEAVES, OUTER, TWO_NORMS
+from quant.modelling import load_tokenizer
 from quant.source import open_source
 
 
@@ -119,6 +124,29 @@ def test_files_are_made_once_and_alike(tiny_model: Callable[..., Path], tmp_path
     first, second = (open_source(str(path)).files() for _ in range(2))
     assert first == second
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= set(first)
+
+
+def test_what_the_file_says_of_its_tokenizer_outranks_transformers(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some releases take the first special token for the end of text and mix up two decoders."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, tiny_model())
+    right = open_source(str(path)).tokenizer()
+
+    def confused(*args: Any, **options: Any) -> Any:
+        tokenizer = load_tokenizer(*args, **options)
+        tokenizer.eos_token = "<|endoftext|>"
+        tokenizer.backend_tokenizer.decoder = decoders.Sequence(
+            [decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()]
+        )
+        return tokenizer
+
+    monkeypatch.setattr(gguf_source, "load_tokenizer", confused)
+    source = open_source(str(path))
+    assert source.tokenizer().eos_token == right.eos_token != "<|endoftext|>"
+    assert json.loads(source.files()["tokenizer.json"])["decoder"]["type"] == "ByteLevel"
+    assert json.loads(source.files()["tokenizer_config.json"])["eos_token"] == right.eos_token
 
 
 def test_rope_factors_in_a_gguf_are_refused(

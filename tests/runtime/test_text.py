@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.text import ChatTemplateError, TextError, TextProcessor, TextStream
+from runtime.text.pieces import read_pieces
 from tests.runtime.server.tiny_tokenizers import STRICT, byte_level, sentencepiece
 
 SINGLE_BYTES = [bytes([i]) for i in range(256)]
@@ -199,3 +200,26 @@ def test_a_model_without_template_says_so(tmp_path: Path) -> None:
 def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(TextError, match=str(tmp_path)):
         TextProcessor.load(tmp_path)
+
+
+_BEFORE = [
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+]
+_BYTES = {"type": "ByteLevel"}
+
+
+def test_sentencepiece_steps_before_a_byte_level_one_change_nothing() -> None:
+    vocab = {"a": 0, "\u0120b": 1, "\u00e4": 2}
+    chain = {"type": "Sequence", "decoders": [*_BEFORE, _BYTES]}
+    found = read_pieces(vocab, {3: "<end>"}, frozenset({3}), chain)
+    assert found == read_pieces(vocab, {3: "<end>"}, frozenset({3}), _BYTES)
+    assert found.raw == [b"a", b" b", b"\xe4", b"<end>"]
+
+
+@pytest.mark.parametrize("token", ["\u2581a", "<0x0A>"])
+def test_such_a_chain_is_refused_where_it_would_change_a_token(token: str) -> None:
+    chain = {"type": "Sequence", "decoders": [*_BEFORE, _BYTES]}
+    with pytest.raises(ValueError, match="byte-level BPE and SentencePiece"):
+        read_pieces({token: 0}, {}, frozenset(), chain)
