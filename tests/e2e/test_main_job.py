@@ -17,6 +17,7 @@ import pytest
 from openai import OpenAI
 
 from quant.artifact.stamp import read_stamp
+from quant.cli import main as quantize_main
 
 pytestmark = pytest.mark.e2e
 EXIT_CODES = {"accepted": 0, "rejected": 1, "inconclusive": 3}
@@ -35,7 +36,8 @@ def artifact(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("user")
     made = command(
         "quantize", "--recipe", "w8a8.yaml", "--calib", "contracts.jsonl",
-        "--model", str(smollm2_gguf), "--out", "mine", "--smoothing", "none", cwd=folder,
+        "--model", str(smollm2_gguf), "--out", "mine", "--smoothing", "none",
+        "--samples", "4", "--max-tokens", "128", cwd=folder,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     return folder / "mine"
@@ -46,7 +48,7 @@ def judged(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same artifact after `evaluate` on a handful of items."""
     folder = tmp_path_factory.mktemp("elsewhere")
     result = command(
-        "evaluate", str(artifact), "--items", "4", "--windows", "4", "--window-tokens", "128",
+        "evaluate", str(artifact), "--items", "2", "--windows", "4", "--window-tokens", "128",
         cwd=folder,
     )  # fmt: skip
     stamp = read_stamp(artifact)
@@ -90,10 +92,19 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) ->
     raise AssertionError("the server was not ready in time")
 
 
-def test_the_artifact_verifies_and_says_what_it_is(artifact: Path, tmp_path: Path) -> None:
-    assert command("quantize", "verify", str(artifact), cwd=tmp_path).returncode == 0
-    shown = command("quantize", "inspect", str(artifact), cwd=tmp_path)
-    assert "w8a8-channel" in shown.stdout
+def asked_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and all output of `quantize ARGUMENTS` without a process of its own."""
+    with pytest.raises(SystemExit) as ended:
+        quantize_main(arguments)
+    shown = capsys.readouterr()
+    return int(ended.value.code or 0), shown.out + shown.err
+
+
+def test_the_artifact_verifies_and_says_what_it_is(
+    artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked_here(capsys, "verify", str(artifact))[0] == 0
+    assert "w8a8-channel" in asked_here(capsys, "inspect", str(artifact))[1]
 
 
 def test_the_verdict_is_bound_to_the_artifact(judged: Path) -> None:
@@ -133,7 +144,7 @@ def test_the_server_shows_the_stamp_and_shuts_down_cleanly(
 
 
 def test_an_altered_byte_is_found_by_verify_and_refused_by_serve(
-    judged: Path, tmp_path: Path
+    judged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(judged, damaged)
@@ -143,9 +154,9 @@ def test_an_altered_byte_is_found_by_verify_and_refused_by_serve(
         byte = file.read(1)
         file.seek(-1000, 2)
         file.write(bytes([byte[0] ^ 1]))
-    verified = command("quantize", "verify", str(damaged), cwd=tmp_path)
-    assert verified.returncode == 1
-    assert shard.name in verified.stdout + verified.stderr
+    code, said = asked_here(capsys, "verify", str(damaged))
+    assert code == 1
+    assert shard.name in said.replace("\n", "")
     served = command("runtime", "serve", str(damaged), "--port", "0", cwd=tmp_path)
     assert served.returncode == 2
     assert shard.name in served.stderr
