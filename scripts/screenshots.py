@@ -95,7 +95,6 @@ def of_review(browser: Browser, evaluation: Path, scratch: Path, out: Path) -> N
             page.locator("#count", has_text="rated").wait_for()
             press(page, "1", "2", "3", "1", "2")
             turn_to_a_short_one(page)
-            press(page, "3", "ArrowLeft")
             page.wait_for_timeout(500)  # colours fade in
             page.screenshot(path=out / f"review-{scheme}-{width}.png")
     _, folder = score_pack(

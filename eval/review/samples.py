@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eval.errors import SuiteError
 
 SAMPLES_NAME = "samples.jsonl"
+PARTED = "(The two assistants answered this turn differently; each goes on from its own answer.)"
 _MAX_ERRORS = 2
 
 Name = Annotated[str, Field(min_length=1)]
@@ -43,7 +45,9 @@ class Side(BaseModel):
 
 
 class Sample(BaseModel):
-    """One request with both answers. `checks` are the kinds it is scored by: its task."""
+    """One request with both answers. `checks` are the kinds it is scored by: its task. follows: the
+    id of the turn before it in its dialog, whose conversation comes before `messages`.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True)
     id: Name
@@ -52,6 +56,7 @@ class Sample(BaseModel):
     lang: Name
     checks: list[str] = []
     tools: list[dict[str, Any]] | None = None
+    follows: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     base: Side
     candidate: Side
@@ -90,10 +95,24 @@ def read_samples(path: Path) -> tuple[tuple[Sample, ...], str]:
         sample = _sample(line, f"{path}:{number}")
         if sample.id in samples:
             raise SuiteError(f"{path}:{number}: the id {sample.id!r} stands in an earlier line too")
-        samples[sample.id] = sample
+        samples[sample.id] = _with_history(sample, samples, f"{path}:{number}")
     if not samples:
         raise SuiteError(f"{path} holds no samples")
     return tuple(samples.values()), hashlib.sha256(data).hexdigest()
+
+
+def _with_history(sample: Sample, earlier: Mapping[str, Sample], where: str) -> Sample:
+    """A later turn of a dialog with what was said before it: nobody can rate half a dialog.
+
+    Where the models' own earlier answers differ, neither is shown: the sides stay sealed.
+    """
+    if sample.follows is None:
+        return sample
+    if sample.follows not in earlier:
+        raise SuiteError(f"{where}: it follows {sample.follows!r}, but no earlier line has this id")
+    before = earlier[sample.follows]
+    said = Message(role="assistant", content=PARTED if before.differs else before.base.text)
+    return sample.model_copy(update={"messages": [*before.messages, said, *sample.messages]})
 
 
 def _bytes(path: Path) -> bytes:

@@ -23,7 +23,7 @@ def item(name: str, base: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any
         "id": name, "source": "contracts", "lang": "en", "gold": {"party": "Foo GmbH"},
         "messages": [{"role": "user", "content": "Foo GmbH signs"}], "base": base,
         "candidate": ours, "first_divergence": None if base == ours else 2, "checks": ["fields"],
-        "num_prompt_tokens": 40,
+        "num_prompt_tokens": 40, "follows": None,
     }  # fmt: skip
 
 

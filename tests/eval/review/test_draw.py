@@ -15,7 +15,7 @@ from review_rows import sample_row, write_samples
 from eval.errors import SuiteError, UsageError
 from eval.review.controls import DEFECTS, plant
 from eval.review.draw import allocate, draw
-from eval.review.samples import Sample, read_samples
+from eval.review.samples import PARTED, Sample, read_samples
 
 
 def samples(rows: list[dict[str, Any]]) -> list[Sample]:
@@ -23,6 +23,23 @@ def samples(rows: list[dict[str, Any]]) -> list[Sample]:
 
 
 ROWS = samples([sample_row(n) for n in range(400)])
+
+
+def test_a_later_turn_brings_what_was_said_before(tmp_path: Path) -> None:
+    same = {"base": {"text": "Which one?"}, "candidate": {"text": "Which one?"}}
+    differ = {"base": {"text": "The old."}, "candidate": {"text": "The new."}}
+    turns = [
+        sample_row(1, **same),
+        sample_row(2, **differ, follows="row-0001", messages=[{"role": "user", "content": "B"}]),
+        sample_row(3, **differ, follows="row-0002", messages=[{"role": "user", "content": "C"}]),
+    ]
+    found, _ = read_samples(write_samples(tmp_path / "e", turns) / "samples.jsonl")
+    said = [m.text for m in found[2].messages]
+    assert said[0] == "Answer briefly."
+    assert said[2:] == ["Which one?", "B", PARTED, "C"]
+    assert not {"The old.", "The new."} & set(said)
+    with pytest.raises(SuiteError, match=r"samples.jsonl:1: it follows 'row-0001', but no earlier"):
+        read_samples(write_samples(tmp_path / "f", turns[1:]) / "samples.jsonl")
 
 
 def test_only_differing_requests_are_asked_about_and_weights_restore_their_number() -> None:
