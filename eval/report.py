@@ -132,7 +132,7 @@ def to_json(evaluation: Evaluation, out: Path) -> dict[str, Any]:
             "num_documents": e.num_documents,
             "num_items": len(e.exchanges),
             "normalisation_version": NORMALISATION_VERSION,
-            "decoding": "greedy",
+            "decoding": _decoding(e),
             "detectable": wording.detectable(e),
             "power": [
                 {"metric": f.name, "stratum": f.stratum, **asdict(can)}
@@ -154,6 +154,16 @@ def to_json(evaluation: Evaluation, out: Path) -> dict[str, Any]:
         "samples_sha256": hashlib.sha256(_bytes(_lines(items))).hexdigest(),
         "items": items,
     }  # fmt: skip
+
+
+def _decoding(e: Evaluation) -> str:
+    drawn = e.amounts.sampled
+    if drawn is None:
+        return "greedy"
+    return (
+        f"greedy, and drawn {len(drawn.seeds)} times (temperature {drawn.temperature:g}, top-p "
+        f"{drawn.top_p:g}, seeds {', '.join(map(str, drawn.seeds))})"
+    )
 
 
 def _finite(number: float | None) -> float | None:
@@ -193,6 +203,8 @@ def _measurement(m: Measurement) -> dict[str, Any]:
     if m.paired is not None:
         row |= {"lost": m.paired.lost, "gained": m.paired.gained, "mcnemar_p": mcnemar_p(m.paired)}
         row["design_effect"] = m.design_effect
+    if m.about:
+        row["about"] = m.about
     if m.domains:
         row["domains"] = {name: _measurement(part) for name, part in m.domains}
     return row

@@ -38,6 +38,8 @@ _PLAIN = {
     "perplexity_ratio": "Unseen text is predicted worse",
     "kl_mean": "Token probabilities moved",
     "kl_p99": "At the worst 1 % of tokens they moved far",
+    "kl_drift": "The error grows along a text",
+    "nll_drift": "Late in a text more is lost than early",
     "top1_agreement": "The likeliest next token often changed",
 }
 _RUNGS = ("Median KLD", "90.0% KLD", "95.0% KLD", "99.0% KLD", "99.9% KLD", "Maximum KLD")
