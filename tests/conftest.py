@@ -142,6 +142,10 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     gc.enable()
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # or libraries complain at the exit of what they think has leaked
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_model(family="llama", dtype=torch.float32, **config)` -> a Hugging Face directory."""
