@@ -286,7 +286,7 @@ def test_data_without_a_split_goes_to_the_one_that_is_read(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("second", "message"),
     [('{"x": "2"}', r"a.jsonl:2: column 'x' is text here and number in line 1"),
-     ('{"x": 1', "a.jsonl:2: not JSON"), ("[1]", "expected an object")],
+     ('{"x": 1', "a.jsonl:2: not JSON"), ("[1]", "expected a JSON object")],
 )  # fmt: skip
 def test_a_column_of_two_types_is_refused_with_its_line(
     tmp_path: Path, second: str, message: str

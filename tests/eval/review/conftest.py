@@ -1,4 +1,8 @@
-"""One browser for the tests of both pages, the report and the review: it starts once."""
+"""One browser for the tests of a page: the report and the review.
+
+Playwright runs an event loop in the thread it is started in, so it must end with its file: what
+comes after may want a loop of its own.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     if not CHROMIUM.exists():
         pytest.skip(f"{CHROMIUM} is absent: apt-get install chromium")
