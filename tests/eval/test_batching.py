@@ -32,11 +32,16 @@ def test_each_prompt_comes_once_and_no_batch_is_beyond_its_limits(
 
 
 @given(PROMPTS, st.integers(1, 8))
-def test_answers_of_like_length_go_together(prompts: list[Prompt], rows: int) -> None:
+def test_like_prompts_and_like_answers_go_together(prompts: list[Prompt], rows: int) -> None:
+    """Six batches hold prompts no longer than any after them, and among them answers rise."""
     found = list(batches(prompts, BatchLimits(rows=rows, tokens=10**6)))
-    order = [prompts[i].max_tokens for batch in found for i in batch]
-    assert order == sorted(order)
     assert all(len(batch) == rows for batch in found[:-1])
+    order = [prompts[i] for batch in found for i in batch]
+    parts = [order[at : at + 6 * rows] for at in range(0, len(order), 6 * rows)]
+    for part in parts:
+        assert [p.max_tokens for p in part] == sorted(p.max_tokens for p in part)
+    widths = [[len(p.token_ids) for p in part] for part in parts]
+    assert all(max(one) <= min(two) for one, two in zip(widths, widths[1:], strict=False))
 
 
 def test_a_large_model_gets_small_batches() -> None:
@@ -44,6 +49,6 @@ def test_a_large_model_gets_small_batches() -> None:
     config = SimpleNamespace(
         num_hidden_layers=32, num_key_value_heads=8, head_dim=128, num_attention_heads=32
     )
-    assert limits_of(config, "cpu") == BatchLimits(rows=32, tokens=8192)
+    assert limits_of(config, "cpu") == BatchLimits(rows=16, tokens=8192)
     plain = SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, hidden_size=64)
     assert limits_of(plain, "cpu").tokens == (2 << 30) // (2 * 4 * 2 * 4 * 16)
