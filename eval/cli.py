@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,8 +58,19 @@ class ArtifactFirst(TyperGroup):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if not args or args[0] not in self.commands:
+            _refuse_misspelt(args, self.commands, ctx)
             args = [DEFAULT_COMMAND, *(args or ["--help"])]
         return super().parse_args(ctx, args)
+
+
+def _refuse_misspelt(args: Sequence[str], commands: Iterable[str], ctx: typer.Context) -> None:
+    """`evaluate rewiev ...`: nobody's artifact, and nearly a command."""
+    known = [name for name in commands if name != DEFAULT_COMMAND]
+    close = get_close_matches(args[0], known, n=1, cutoff=0.66) if args else []
+    if close and not Path(args[0]).exists():
+        raise USAGE_ERROR(
+            f"{args[0]!r} is no artifact and no command; did you mean {close[0]!r}?", ctx
+        )
 
 
 class Unnamed(TyperCommand):
@@ -101,6 +113,11 @@ EPILOG = (
     "evaluate plan        how many items your margins need, and what yours can show\n\n"
     "evaluate self-test   whether the gate, on your data, accepts the base and rejects planted "
     "defects\n\n"
+    "evaluate review      blind review by people: pack, serve, score\n\n"
+    "evaluate report      all pages anew: with the review, with speed, or redacted\n\n"
+    "evaluate blame       the layers that carry a loss, and the recipe that mends it\n\n"
+    "evaluate lm-eval     tasks of lm-evaluation-harness on the kernels that serve\n\n"
+    "evaluate compare     what the second of two such runs lost\n\n"
     "[bold]Exit codes:[/] 0 accepted, 1 rejected, 2 wrong usage, 3 inconclusive (the report says "
     "how many items would decide), 4 could not judge (damaged artifact, base that does not fit, "
     "NaN, nothing scored, gate data that also calibrated).\n\n"
@@ -280,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if code == INTERRUPTED:
             raise KeyboardInterrupt
     except USAGE_ERROR as error:
-        code = _fail(f"{error.format_message()} (evaluate --help shows every option)", 2)
+        code = _usage(error)
     except EvaluationError as error:
         code = _fail(str(error), error.exit_code)
     except MemoryError:
@@ -292,6 +309,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         traceback.print_exc()
         code = _fail(f"a fault of evaluate itself, please report it: {error!r}", 4)
     sys.exit(code)
+
+
+def _usage(error: Any) -> int:
+    """Wrong usage, with the help of the command that was meant. Without a message it is shown."""
+    if error.format_message():
+        command = "evaluate" if error.ctx is None else error.ctx.command_path
+        command = command.removesuffix(f" {DEFAULT_COMMAND}")
+        return _fail(f"{error.format_message()} ({command} --help shows every option)", 2)
+    return 2
 
 
 def _fail(message: str, code: int) -> int:

@@ -216,11 +216,12 @@ def _is_same_place(left: str, right: str) -> bool:
 def notes_on(opened: Opened, amounts: Amounts) -> tuple[str, ...]:
     """What a reader should know before trusting the numbers."""
     notes: list[str] = [opened.leakage.note]
-    made_from = opened.artifact.manifest.source.path
-    if not _is_same_place(opened.base.name, made_from):
+    source = opened.artifact.manifest.source
+    if not _is_same_place(opened.base.name, source.path):
+        merged = f" with the adapter {source.adapter.name} merged into it" if source.adapter else ""
         notes.append(
             f"The base {opened.base.name} was named by hand; the artifact was made from "
-            f"{made_from}. The verdict holds against the base that was used."
+            f"{source.path}{merged}. The verdict holds against the base that was used."
         )
     if "de-quantized" in opened.base.description:
         notes.append(

@@ -14,16 +14,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 
+from eval.checks.base import Reply
+from eval.checks.catalogue import TASK_METRICS
+from eval.checks.registry import score_reply
 from eval.errors import UsageError
 from eval.gate_spec import METRICS, GateSpec, StratumRule, load_gates
 from eval.metrics.lengths import ENOUGH, length_bucket
 from eval.plan import POWER, Ability, ability, equal, items_to_pass
-from eval.suites import TaskItem, load_suite
+from eval.suites import Suite, TaskItem, load_suite
 from quant.artifact.shipped import resolve_input, shipped_dir
 
 DISCORDANCES = (0.01, 0.02, 0.04, 0.08)
 TYPICAL = 0.02
 _ENOUGH = 0.8
+# Stands for every metric.
+ANY = "*"
+# Items by metric and stratum; all of a metric under "".
+Counts = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +94,11 @@ def make_plan(
         raise UsageError(str(error)) from error
     spec = load_gates(path).spec
     lengths = None if tokenizer is None else _Lengths(tokenizer, spec.length_edges)
-    counts = _strata(folder, lengths)
-    have = counts.pop("")
-    sizes = {stratum: n * num_items // have for stratum, n in counts.items()}
-    rows = tuple(_metric_plans(spec, sizes, num_items, seen, power))
+    held = load_suite(folder)
+    have = held.largest_file
+    counts = _count(held, num_items, lengths)
+    sizes = {s: n for s, n in counts.get(ANY, {}).items() if s}
+    rows = tuple(_metric_plans(spec, counts, seen, power))
     wanted = sorted({rule.limit for _, _, rule in _rules(spec)} | set(margins))
     shares = discordances or DISCORDANCES
 
@@ -108,6 +116,7 @@ def make_plan(
         metrics=rows,
         accepts_all=math.prod(row.ability.accepts_equal for row in rows if row.required),
         remarks=(
+            *_unmeasured(spec, counts),
             *_remarks(rows, num_items, have),
             *_on_lengths(spec, sizes, seen, power, is_known=tokenizer is not None),
         ),
@@ -148,14 +157,29 @@ class _Lengths:
         return f"length:{length_bucket(len(tokens), self._edges)}"
 
 
-def _strata(folder: Path, lengths: _Lengths | None) -> Counter[str]:
-    """Items by stratum, all of them under ""."""
-    counts: Counter[str] = Counter()
-    for item in load_suite(folder).items:
-        counts.update(("", f"source:{item.source}", f"lang:{item.lang}"))
+def _count(suite: Suite, num_items: int, lengths: _Lengths | None) -> Counts:
+    """Items by metric and stratum among those that `--items num_items` asks; ANY counts them all.
+
+    More rows than the suite's largest file holds are taken to be more of the same.
+    """
+    counts: dict[str, Counter[str]] = {}
+    for item in suite.pick(num_items, seed=0):
+        strata = ["", f"source:{item.source}", f"lang:{item.lang}"]
         if lengths is not None:
-            counts[lengths.stratum(item)] += 1
-    return counts
+            strata.append(lengths.stratum(item))
+        for metric in (ANY, *_measured(item)):
+            counts.setdefault(metric, Counter()).update(strata)
+    have = min(suite.largest_file, num_items)
+    return {
+        metric: {stratum: n * num_items // have for stratum, n in found.items()}
+        for metric, found in counts.items()
+    }
+
+
+def _measured(item: TaskItem) -> tuple[str, ...]:
+    """The metrics that an answer to this item has a value of."""
+    scored = score_reply(Reply(text="", raw="", finish="error"), item.checks)
+    return (*scored.values, *scored.signals)
 
 
 def _rules(spec: GateSpec) -> Iterator[tuple[str, str, StratumRule]]:
@@ -169,40 +193,55 @@ def _rules(spec: GateSpec) -> Iterator[tuple[str, str, StratumRule]]:
                 yield name, stratum, within
 
 
-def _metric_plans(
-    spec: GateSpec, counts: Mapping[str, int], num_items: int, seen: Seen, power: float
-) -> Iterator[MetricPlan]:
+def _metric_plans(spec: GateSpec, counts: Counts, seen: Seen, power: float) -> Iterator[MetricPlan]:
     rules = [
         (name, found, rule, n)
         for name, stratum, rule in _rules(spec)
-        for found, n in _sizes(stratum, counts, num_items)
+        for found, n in _sizes(stratum, counts.get(_root(name), {}))
     ]
     for name, stratum, rule, n in rules:
-        if spec.metrics[name].if_measured:
-            continue  # how many items carry its check is not known here; its alarms still count
+        if n == 0:
+            continue
         trial = equal(
             seen.discordance.get(name, TYPICAL),
             rule.limit,
             confidence=spec.confidence,
             base=seen.base.get(name, seen.default_base),
         )
-        can = ability(replace(trial, num_items=max(n, 1)), power=power, num_metrics=len(rules))
+        can = ability(replace(trial, num_items=n), power=power, num_metrics=len(rules))
         label = METRICS[name].label + (f" in {stratum}" if stratum else "")
         yield MetricPlan(
             label=label, required=rule.required, ability=can, needed=items_to_pass(trial, power)
         )
 
 
-def _sizes(stratum: str, counts: Mapping[str, int], num_items: int) -> list[tuple[str, int]]:
-    if not stratum:
-        return [("", num_items)]
+def _root(name: str) -> str:
+    """The metric that a variant looks at in another way."""
+    return name.removesuffix("_sampled").removesuffix("_pass_k").removesuffix("_drift")
+
+
+def _sizes(stratum: str, counts: Mapping[str, int]) -> list[tuple[str, int]]:
     if stratum.startswith("length:") and not any(s.startswith("length:") for s in counts):
         return []  # no tokenizer was named; a remark says so
     if stratum.endswith(":*"):
         found = [(s, n) for s, n in sorted(counts.items()) if s.startswith(stratum[:-1])]
         # One that holds every item says what the whole says.
-        return [(s, n) for s, n in found if n != num_items]
+        return [(s, n) for s, n in found if n != counts[""]]
     return [(stratum, counts.get(stratum, 0))]
+
+
+def _unmeasured(spec: GateSpec, counts: Counts) -> Iterator[str]:
+    """Rules that this suite gives nothing to judge, which `evaluate` takes for an error."""
+    names = [
+        METRICS[name].label
+        for name, rule in spec.metrics.items()
+        if name in TASK_METRICS and not rule.if_measured and name not in counts
+    ]
+    if names:
+        yield (
+            f"No item of the suite has a check for {', '.join(names)}: evaluate will not judge "
+            "under this gates file. Leave the rule out or give it `if_measured: true`."
+        )
 
 
 def _on_lengths(

@@ -80,13 +80,14 @@ def _gate_table(data: Mapping[str, Any]) -> str:
 
 
 def _domain_table(measured: Mapping[str, Any]) -> str:
+    """A row each metric: there are more of them than a terminal is wide."""
     parts = {m["label"]: m["domains"] for m in measured.values() if m.get("domains")}
     names = sorted({name for domains in parts.values() for name in domains})
     rows = (
-        (name, *(figures.of_measurement(d[name]) if name in d else "" for d in parts.values()))
-        for name in names
+        (label, *(figures.of_measurement(found[n]) if n in found else "" for n in names))
+        for label, found in parts.items()
     )
-    return table(("domain", *parts), rows)
+    return table(("metric", *names), rows)
 
 
 def _kld_table(kld: Mapping[str, Any]) -> str:

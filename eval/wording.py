@@ -272,8 +272,10 @@ def _next_recipe(evaluation: Evaluation) -> list[str]:
 
 
 def _more_evidence(evaluation: Evaluation) -> list[str]:
+    """One command for all that is wanting: a second would leave the first one's want."""
     deciding = evaluation.verdict.deciding
-    steps = []
+    wanted: dict[str, int] = {}
+    supply = ""
     for counted, option in (("items", "items"), ("tokens", "windows")):
         needed = _largest(
             (f for f in deciding if f.measurement.counted == counted), evaluation.amounts.num_items
@@ -281,15 +283,16 @@ def _more_evidence(evaluation: Evaluation) -> list[str]:
         if needed and counted == "tokens":
             needed = -(-needed // max(_scored(evaluation) // evaluation.num_windows, 1))
         if needed:
-            again = _again(evaluation, **{option: needed})
-            supply = _supply(evaluation, counted, needed)
-            steps.append(f"Decide with more evidence: {again}{supply}")
+            wanted[option] = needed
+            supply += _supply(evaluation, counted, needed)
     if any(not f.measurement.has_interval and f.measurement.counted == "tokens" for f in deciding):
         fewest = fewest_clusters(evaluation.sampling.confidence)
-        steps.append(
-            f"Read more documents: {_again(evaluation, windows=Amounts.num_windows)} on a suite "
-            f"with at least {fewest} documents."
-        )
+        wanted["windows"] = max(wanted.get("windows", 0), Amounts.num_windows)
+        if len(evaluation.suite.documents) < fewest:
+            supply += f" on a suite with at least {fewest} documents"
+    steps = []
+    if wanted:
+        steps.append(f"Decide with more evidence: {_again(evaluation, **wanted)}{supply}")
     if any("too weak" in f.reason for f in deciding):
         labels = ", ".join(f.label for f in deciding if "too weak" in f.reason)
         steps.append(

@@ -59,6 +59,39 @@ def test_ones_own_margins_and_suite(
     assert "holds 70 of the 140 items" in " ".join(made["remarks"])
 
 
+def test_only_items_with_a_metrics_check_count_for_it(
+    plan: Callable[..., Any], suite_dir: Path, tmp_path: Path
+) -> None:
+    """Six questions and two dialogs beside a file that has another check in every row."""
+    suite, gates = tmp_path / "suite", tmp_path / "g.yaml"
+    suite.mkdir()
+    (suite / "text.jsonl").write_bytes((suite_dir / "text.jsonl").read_bytes())
+
+    def turn(number: int, kind: str, gold: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": f"Which law governs contract {number}?"}]
+        return {"messages": messages, "checks": [{"kind": kind, "gold": gold}]}
+
+    laws = [{"id": f"q{n}", "source": "law", "lang": "en", **turn(n, "match", "Denmark")}
+            for n in range(6)]  # fmt: skip
+    states = [turn(n, "state", {"law": "Denmark"}) for n in (6, 7, 8, 9)]
+    dialogs = [{"id": f"d{n}", "source": "talk", "lang": "en", "turns": states[n : n + 2]}
+               for n in (0, 2)]  # fmt: skip
+    (suite / "law.jsonl").write_text("\n".join(map(json.dumps, [*laws, *dialogs])) + "\n")
+    gates.write_text(
+        "version: 1\nmetrics:\n"
+        "  normalised_match: {max_drop: 0.1, strata: {'source:*': {max_drop: 0.2}}}\n"
+        "  dialog_state: {max_drop: 0.1, if_measured: true}\n"
+        "  code_parses: {max_drop: 0.1, if_measured: true}\n"
+        "  schema_valid: {max_drop: 0.1}\n"
+    )
+    code, out, err = plan("--gates", gates, "--suite", suite, "--items", 8, "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    sizes = {row["label"]: row["ability"]["num_items"] for row in made["metrics"]}
+    assert sizes == {"Normalised match": 6, "Dialog state": 4}
+    assert "No item of the suite has a check for Schema valid" in " ".join(made["remarks"])
+
+
 def test_a_report_brings_its_discordance(plan: Callable[..., Any], tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     row = {"base": 0.9, "lost": 6, "gained": 4, "num_items": 100}

@@ -301,6 +301,18 @@ def test_next_steps_repeat_what_was_asked(dense: Path, call: Callable[..., Any])
         assert part in line
 
 
+def test_one_next_step_mends_all_that_is_wanting(
+    dense: Path, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of too few documents and too few items; the suite itself has documents enough."""
+    monkeypatch.setattr(f"{__name__}.OPTIONS", (*OPTIONS, "--windows", "4"))
+    _, shown, _ = call(dense, "--no-stamp", "--items", "30")
+    line = next(line for line in shown.splitlines() if "Decide with more evidence" in line)
+    assert "--items 59" in line
+    assert "--windows 36" in line
+    assert "on a suite with at least" not in shown
+
+
 def test_an_answer_cannot_drive_the_terminal() -> None:
     console = Console(force_terminal=True, width=80)
     with console.capture() as shown:

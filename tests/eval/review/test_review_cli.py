@@ -97,6 +97,31 @@ def test_serving_ends_by_ctrl_c_and_the_key_is_found_from_within(
     assert (tmp_path / "blind-review" / "review.json").exists()
 
 
+def test_without_a_verb_the_help_is_all_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == 2
+    said = capsys.readouterr()
+    assert "Draw requests" in said.out + said.err
+    assert "error:" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rewiev", "pack"], "'rewiev' is no artifact and no command; did you mean 'review'?"),
+        (["review", "pack"], "(evaluate review pack --help shows every option)"),
+        (["plan", "--itmes", "4"], "(evaluate plan --help shows every option)"),
+        (["x", "--itmes", "4"], "(evaluate --help shows every option)"),
+    ],
+)
+def test_wrong_usage_names_the_command_that_was_meant(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (("pack", "{e}"), "Missing option '--out'"),
     (("pack", "{e}", "--out", "{t}/x", "--n", "5"), "Invalid value for '--n'"),
