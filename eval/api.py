@@ -14,6 +14,7 @@ from eval.errors import EvaluationError, UsageError
 from eval.evaluation import Evaluation
 from eval.gate import Verdict
 from eval.opening import Job
+from eval.places import check_out
 from eval.progress import Progress, Silent
 from eval.runner import weigh
 from eval.targets.server import DEFAULT_CONCURRENCY, Service
@@ -25,6 +26,8 @@ from runtime.text import TextError
 DEFAULT_GATES = "gates/default.yaml"
 # Temperatures that draw: what the engine takes for greedy lies below, OpenAI's API ends above.
 GREEDY_BELOW, HOTTEST = 0.01, 2.0
+# More cores than any machine has: a slip, which would start as many threads.
+MOST_THREADS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +172,8 @@ def make_job(
     ):
         if number is not None and number < least:
             raise UsageError(f"--{name} is {number}; expected at least {least}")
+    if (engine.num_threads or 0) > MOST_THREADS:
+        raise UsageError(f"--threads is {engine.num_threads}; expected at most {MOST_THREADS}")
     try:
         gates_path = resolve_input(str(gates or DEFAULT_GATES), "recipes", within="gates")
         suite_path = Path(suite) if suite else shipped_dir("calib_data") / "gate"
@@ -253,23 +258,10 @@ def run(
 
 def _check_places(artifact: Path, folder: Path, *, stamp: bool) -> None:
     """Refuse before minutes are spent what could not be written after them."""
-    if folder.resolve() == artifact:
-        raise UsageError(
-            f"--out is the artifact itself, whose report.md and report.json tell how it was made; "
-            f"pass another folder than {folder}"
-        )
-    if stamp and artifact.is_dir() and not os.access(artifact, os.W_OK):
-        raise UsageError(f"{artifact} is read-only, so it cannot be stamped; pass --no-stamp")
-    if (folder / "config.json").is_file():
-        raise UsageError(
-            f"--out {folder} is a model's folder, and a report in it would change the model's "
-            "digest; pass another folder"
-        )
+    check_out(folder)
     if artifact in folder.resolve().parents:
         raise UsageError(
             f"--out {folder} lies inside the artifact, which is sealed; pass a folder outside it"
         )
-    standing = next(place for place in (folder.absolute(), *folder.absolute().parents)
-                    if place.exists())  # fmt: skip
-    if not standing.is_dir() or not os.access(standing, os.W_OK):
-        raise UsageError(f"the report cannot go to {folder}: {standing} is not a writable folder")
+    if stamp and artifact.is_dir() and not os.access(artifact, os.W_OK):
+        raise UsageError(f"{artifact} is read-only, so it cannot be stamped; pass --no-stamp")

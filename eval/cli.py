@@ -49,6 +49,8 @@ from eval.errors import EvaluationError
 DEFAULT_COMMAND = "judge"
 # What a shell reports of a command that Ctrl-C ended.
 INTERRUPTED = 130
+# And of one that wrote to a pipe which nobody reads any more.
+BROKEN_PIPE = 141
 # Click's UsageError, whichever click this typer brings.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
@@ -216,13 +218,13 @@ def judge(
         ),
     ] = None,
     concurrency: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="N[,N]",
             help="Requests the server gets at once. 1,16 asks all twice, judges the answers given "
-            "under load and how far they agree.",
+            "under load and how far they agree. [dim]Default: 16.[/]",
         ),
-    ] = "16",
+    ] = None,
     served_model: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The model's name there, where it serves several."),
@@ -231,15 +233,20 @@ def judge(
         str | None, typer.Option(metavar="KEY", help="Sent to the server as a bearer token.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(metavar="S", help="Seconds one request may take.")
-    ] = 300.0,
+        float | None,
+        typer.Option(metavar="S", help="Seconds one request may take. [dim]Default: 300.[/]"),
+    ] = None,
     seed: Seed = 0,
 ) -> None:
     """Judge one artifact; the text of --help is HELP."""
     from eval.api import make_job, run, sampled_passes
-    from eval.targets.server import Service
+    from eval.targets.server import DEFAULT_CONCURRENCY, DEFAULT_TIMEOUT_S, Service
     from eval.terminal import TerminalProgress, show
 
+    if against is None:
+        _refuse_without_against(
+            concurrency=concurrency, served_model=served_model, api_key=api_key, timeout=timeout
+        )
     console = Console(highlight=False)
     job = make_job(
         artifact,
@@ -258,13 +265,25 @@ def judge(
         calib=calib,
         against=None
         if against is None
-        else Service(url=against, model=served_model, api_key=api_key, timeout_s=timeout),
-        concurrency=_numbers(concurrency),
+        else Service(
+            url=against,
+            model=served_model,
+            api_key=api_key,
+            timeout_s=DEFAULT_TIMEOUT_S if timeout is None else timeout,
+        ),
+        concurrency=(DEFAULT_CONCURRENCY,) if concurrency is None else _numbers(concurrency),
     )
     with TerminalProgress(console) as progress:
         written = run(job, out=out, stamp=stamp, redact=redact, progress=progress)
-    show(console, written)
+    show(console, written, redact=redact)
     raise typer.Exit(written.evaluation.verdict.exit_code)
+
+
+def _refuse_without_against(**given: object) -> None:
+    """An option that would have no effect is refused: its author believes that it has one."""
+    said = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    if said:
+        raise typer.BadParameter(f"{said[0]} is of a server; pass --against URL too")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -300,6 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _usage(error)
     except EvaluationError as error:
         code = _fail(str(error), error.exit_code)
+    except SystemExit:
+        # rich, whose reader went away, would end with 1, which says "rejected".
+        code = _fail("the output was cut off; the verdict is in the report", BROKEN_PIPE)
     except MemoryError:
         code = _fail("out of memory; use fewer --windows or a smaller --window-tokens", 4)
     except (KeyboardInterrupt, typer.Abort):
@@ -322,7 +344,9 @@ def _usage(error: Any) -> int:
 
 def _fail(message: str, code: int) -> int:
     console = Console(stderr=True, highlight=False)
-    console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    # What a server or a file says must not drive the reader's terminal.
+    said = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in message)
+    console.print(f"error: {said}", style="red", markup=False, soft_wrap=True)
     return code
 
 

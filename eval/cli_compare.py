@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from eval.errors import UsageError
+from eval.places import check_out
 
 NAME = "compare"
 HELP = (
@@ -80,6 +81,8 @@ def command(
     from eval.stats import Sampling
 
     _check(margin, ppl_margin, confidence, seed)
+    if out is not None:
+        check_out(out)
     named_tasks, named_metrics = _names(tasks), _names(metrics)
     runs = [
         read_run(folder, lambda task: not named_tasks or task in named_tasks)

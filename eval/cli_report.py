@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,11 +9,6 @@ import typer
 from rich.console import Console
 
 from eval.errors import UsageError
-
-_NEEDED = frozenset(
-    {"verdict", "measured", "findings", "measurements", "items", "kld", "layer1", "artifact",
-     "regressions", "samples_sha256"}
-)  # fmt: skip
 
 
 def report(
@@ -60,10 +54,13 @@ def report(
     """Make all pages anew from report.json, for another look: with the people's review, with
     measured speed, or without confidential words. The exit code is 0 whatever the verdict."""
     from eval.joining import complete
+    from eval.places import check_out
+    from eval.reading import read_object, read_report
     from eval.redaction import redacted
     from eval.report import HTML_NAME, JSON_NAME, pages, write_files
 
     data = read_report(evaluation / JSON_NAME)
+    check_out(out or evaluation)
     if bench is not None or bench_base is not None:
         data["speed"] = _speed(bench, bench_base)
     data = redacted(data) if redact else data
@@ -96,6 +93,8 @@ def _speed(bench: Path | None, bench_base: Path | None) -> dict[str, Any]:
 
 
 def _bench(path: Path) -> dict[str, Any]:
+    from eval.reading import read_object
+
     run = read_object(path)
     missing = {"sent", "ok", "concurrency", "output_tok_s", "ttft_ms", "tpot_ms"} - run.keys()
     if missing:
@@ -114,35 +113,3 @@ def _bench(path: Path) -> dict[str, Any]:
             "run without --rate"
         )
     return run
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """The values of a report.json of this major version; UsageError names what is wrong."""
-    from eval.report import REPORT_VERSION
-
-    data = read_object(path)
-    found, major = data.get("format_version"), REPORT_VERSION.partition(".")[0]
-    if not isinstance(found, str) or found.partition(".")[0] != major:
-        raise UsageError(
-            f"{path}: format_version is {found!r}; expected {major}.x, as `evaluate` writes it"
-        )
-    missing = _NEEDED - data.keys()
-    if missing:
-        raise UsageError(
-            f"{path}: no report of this version's `evaluate`, it lacks "
-            f"{', '.join(sorted(missing))}; evaluate again"
-        )
-    return data
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; UsageError names what is wrong."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no JSON text: {error}") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{path} holds {type(data).__name__}; expected an object")
-    return data

@@ -163,8 +163,8 @@ def score(
 
 def _join(console: Console, evaluation: Path, review: Path, *, stamp: bool) -> int:
     """Layer 3 into the evaluation's verdict; its exit code."""
-    from eval.cli_report import read_object, read_report
     from eval.joining import complete
+    from eval.reading import read_object, read_report
 
     data = read_report(evaluation / "report.json")
     joined = complete(data, read_object(review), str(review), evaluation, stamp=stamp)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +28,7 @@ from eval.cli_options import (
     WindowTokens,
     engine_config,
 )
-from eval.errors import UsageError
+from eval.places import check_out
 
 if TYPE_CHECKING:
     from eval.self_test import SelfTest
@@ -136,17 +135,6 @@ def _default_out(artifact: Path | None, base: str | None) -> Path:
         folder = artifact.resolve()
         return folder.with_name(f"{folder.name}-self-test")
     return Path(f"{Path(base or '').name}-self-test")
-
-
-def check_out(folder: Path) -> None:
-    """Refuse before minutes are spent a folder that the result could not or must not go to."""
-    for model_file in ("config.json", "artifact.json"):
-        if (folder / model_file).is_file():
-            raise UsageError(f"--out {folder} is a model's folder; pass another one")
-    standing = next(place for place in (folder.absolute(), *folder.absolute().parents)
-                    if place.exists())  # fmt: skip
-    if not standing.is_dir() or not os.access(standing, os.W_OK):
-        raise UsageError(f"--out {folder}: {standing} is not a writable folder")
 
 
 def show(console: Console, made: SelfTest, folder: Path) -> None:

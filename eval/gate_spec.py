@@ -213,8 +213,12 @@ def load_gates(path: Path) -> LoadedGates:
         data = path.read_bytes()
     except OSError as error:
         raise GateSpecError(f"cannot read the gates file {path}: {error.strerror}") from error
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise GateSpecError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
     return LoadedGates(
-        spec=parse_gates(data.decode("utf-8", errors="replace"), str(path)),
+        spec=parse_gates(text, str(path)),
         path=path,
         sha256=hashlib.sha256(data).hexdigest(),
     )
@@ -227,6 +231,8 @@ def parse_gates(text: str, where: str = "gates file") -> GateSpec:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise GateSpecError(f"{where}: not valid YAML: {error}") from error
+    except RecursionError:
+        raise GateSpecError(f"{where}: not valid YAML: nested too deeply") from None
     if not isinstance(content, dict) or root is None:
         raise GateSpecError(f"{where}: expected a mapping with the keys version and metrics")
     try:

@@ -14,13 +14,12 @@ from typing import Any
 
 from eval import stamping, wording
 from eval.errors import EvaluationError, UsageError
+from eval.reading import check_review
 from eval.redaction import redacted
 from eval.report import pages, write_files
 from eval.review.rules import ReviewDemand, Rules
 from eval.review.verdict import state, with_review
 from quant.artifact.errors import ArtifactError
-
-REVIEW_MAJOR = "1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +36,7 @@ def join(data: Mapping[str, Any], review: Mapping[str, Any], where: str) -> dict
     where: begins the message of the UsageError for a review that is not of this evaluation, or
     that asked less than its gates demand.
     """
+    check_review(review, where)
     _require_same(data, review, where)
     demanded = data["gates"].get("review")
     if demanded is not None:
@@ -52,13 +52,6 @@ def join(data: Mapping[str, Any], review: Mapping[str, Any], where: str) -> dict
 
 
 def _require_same(data: Mapping[str, Any], review: Mapping[str, Any], where: str) -> None:
-    missing = {"format_version", "verdict", "summary", "rules", "answers", "raters", "pack",
-               "num_rated"} - review.keys()  # fmt: skip
-    if missing or not str(review["format_version"]).startswith(f"{REVIEW_MAJOR}."):
-        raise UsageError(
-            f"{where} is no review.json of `evaluate review score`, format {REVIEW_MAJOR}.x"
-            + (f": it lacks {', '.join(sorted(missing))}" if missing else "")
-        )
     for what, found, expected in (
         ("artifact", review.get("artifact_digest"), data["artifact"]["digest"]),
         ("answers", review.get("samples_sha256"), data["samples_sha256"]),
@@ -106,8 +99,8 @@ def complete(
     """
     joined = join(data, review, where)
     try:
-        stamped = stamping.add_review(joined) if stamp else None
+        stamped = stamping.reviewed(joined) if stamp else None
+        write_files(pages(redacted(joined) if redact else joined), folder)
+        return Joined(data=joined, stamp=None if stamped is None else stamping.put(*stamped))
     except ArtifactError as error:
         raise EvaluationError(str(error)) from error
-    write_files(pages(redacted(joined) if redact else joined), folder)
-    return Joined(data=joined, stamp=stamped)

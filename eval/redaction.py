@@ -6,11 +6,13 @@ each text was.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 # Details that hold names of a schema or of instructions and no one's words.
 _NAMES = ("wrong_fields", "missed")
+_HIDDEN = re.compile(r"\[([0-9]+ characters|number)\]")
 
 
 def redacted(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -18,7 +20,7 @@ def redacted(data: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **data,
         "is_redacted": True,
-        "items": [_item(item) for item in data["items"]],
+        "items": data["items"] if data.get("is_redacted") else [_item(i) for i in data["items"]],
         "regressions": [],
         "review": _review(data.get("review")),
     }
@@ -36,7 +38,7 @@ def _review(review: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _item(item: Mapping[str, Any]) -> dict[str, Any]:
-    found = {**item, "gold": _hidden(item.get("gold"))}
+    found = {**item, "gold": _hidden(item.get("gold")), "tools": _hidden(item.get("tools"))}
     if "messages" in item:
         found["messages"] = [{**m, "content": _hidden(m["content"])} for m in item["messages"]]
     for side in ("base", "candidate"):
@@ -62,5 +64,6 @@ def _hidden(value: Any) -> Any:
     if isinstance(value, list):
         return [_hidden(each) for each in value]
     if isinstance(value, str):
-        return f"[{len(value)} characters]"
+        # Twice redacted is once redacted: of its own mark a text says nothing.
+        return value if _HIDDEN.fullmatch(value) else f"[{len(value)} characters]"
     return value if value is None or isinstance(value, bool) else "[number]"

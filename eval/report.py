@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from eval.gate_spec import METRICS
 from eval.measurement import Measurement
 from eval.metrics.normalise import NORMALISATION_VERSION
 from eval.redaction import redacted
-from eval.report_formats import to_junit, to_summary
+from eval.report_formats import shown, to_junit, to_summary
 from eval.report_markdown import to_markdown
 from eval.report_page import to_html
 from eval.stats import mcnemar_p
@@ -58,18 +59,34 @@ def write_report(evaluation: Evaluation, out: Path, *, redact: bool = False) -> 
 def pages(data: dict[str, Any]) -> dict[str, str]:
     """The files that are made from report.json's values, it among them."""
     return {
-        JSON_NAME: json.dumps(data, indent=2, ensure_ascii=False) + "\n",
-        MARKDOWN_NAME: to_markdown(data),
-        HTML_NAME: to_html(data),
-        JUNIT_NAME: to_junit(data),
-        SUMMARY_NAME: to_summary(data),
+        JSON_NAME: _json(data, indent=2) + "\n",
+        MARKDOWN_NAME: shown(to_markdown(data)),
+        HTML_NAME: shown(to_html(data)),
+        JUNIT_NAME: shown(to_junit(data)),
+        SUMMARY_NAME: shown(to_summary(data)),
         SAMPLES_NAME: _lines(data["items"]),
     }
 
 
 def _lines(items: Sequence[dict[str, Any]]) -> str:
     """samples.jsonl."""
-    return "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
+    return "".join(_json(item) + "\n" for item in items)
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """JSON text. What an answer spelled as 1e999 becomes null: JSON has no infinity."""
+    try:
+        return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite_only(value), indent=indent, ensure_ascii=False)
+
+
+def _finite_only(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite_only(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite_only(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _bytes(text: str) -> bytes:
@@ -87,10 +104,13 @@ def write_files(texts: dict[str, str], out: Path) -> None:
             staged[path].write_bytes(_bytes(text))
         for path in files:
             staged[path].replace(path)
-    except OSError as error:
+    except BaseException as error:
         for path in staged.values():
-            path.unlink(missing_ok=True)
-        raise UsageError(f"cannot write the report to {out}: {error.strerror}") from error
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise UsageError(f"cannot write the report to {out}: {error.strerror}") from error
+        raise
 
 
 def to_json(evaluation: Evaluation, out: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
@@ -44,11 +45,11 @@ def _cases(data: Mapping[str, Any]) -> Iterator[ET.Element]:
         named = f"{finding['metric']}[{stratum}]" if stratum else finding["metric"]
         case = ET.Element("testcase", classname="evaluate", name=named)
         if finding["outcome"] == "fail":
-            ET.SubElement(case, "failure", type="rejected", message=_clean(finding["reason"]))
+            ET.SubElement(case, "failure", type="rejected", message=finding["reason"])
         elif finding["outcome"] == "inconclusive":
             kind = "failure" if finding["required"] else "skipped"
-            ET.SubElement(case, kind, type="inconclusive", message=_clean(finding["reason"]))
-        ET.SubElement(case, "system-out").text = _clean(finding["reason"])
+            ET.SubElement(case, kind, type="inconclusive", message=finding["reason"])
+        ET.SubElement(case, "system-out").text = finding["reason"]
         yield case
     yield from _people(data)
     for metric, m in data["measurements"].items():
@@ -70,7 +71,7 @@ def _people(data: Mapping[str, Any]) -> Iterator[ET.Element]:
         asked = [{"name": "review", "outcome": "pending", "reason": said}]
     for answer in asked:
         case = ET.Element("testcase", classname="evaluate.review", name=answer["name"])
-        reason, outcome = _clean(answer["reason"]), answer["outcome"]
+        reason, outcome = answer["reason"], answer["outcome"]
         if outcome == "fail":
             ET.SubElement(case, "failure", type="rejected", message=reason)
         elif outcome != "pass":
@@ -86,13 +87,20 @@ def _domains(metric: str, m: Mapping[str, Any], judged: Set[str]) -> Iterator[ET
         if domain in judged:
             continue
         case = ET.Element("testcase", classname="evaluate.domains", name=f"{metric}[{domain}]")
-        ET.SubElement(case, "system-out").text = _clean(figures.of_measurement(part))
+        ET.SubElement(case, "system-out").text = figures.of_measurement(part)
         yield case
 
 
-def _clean(text: str) -> str:
-    """Without the characters that XML cannot hold."""
-    return "".join(c for c in text if c in "\t\n" or ord(c) >= 32 and not 0xD800 <= ord(c) < 0xE000)
+# Control characters, which XML cannot hold and which drive a terminal, and those that turn the
+# direction of all text that follows.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+
+
+def shown(page: str) -> str:
+    """A page without characters that nobody sees: each becomes U+FFFD."""
+    return _UNSEEN.sub("\ufffd", page)
 
 
 def to_summary(data: Mapping[str, Any]) -> str:

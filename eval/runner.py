@@ -78,6 +78,8 @@ def weigh(job: Job, progress: Progress) -> Evaluation:
         num_differing(found.exchanges),
     )
     require_unchanged(opened.artifact)
+    if opened.server is not None:
+        opened.server.require_unchanged()
     log.finish()
     progress.advance(1)
     return Evaluation(

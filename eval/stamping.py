@@ -36,8 +36,7 @@ _VERDICTS: dict[Outcome, Verdict] = {
 
 def write(evaluation: Evaluation) -> Path:
     """Write gate.json; the last thing a run does, so that a stamp is always of a whole run."""
-    write_stamp(evaluation.artifact.path, to_stamp(evaluation))
-    return evaluation.artifact.path / STAMP_NAME
+    return put(evaluation.artifact.path, to_stamp(evaluation))
 
 
 def to_stamp(evaluation: Evaluation) -> Stamp:
@@ -65,11 +64,11 @@ def to_stamp(evaluation: Evaluation) -> Stamp:
     )
 
 
-def add_review(data: Mapping[str, Any]) -> Path | None:
-    """Bring the review of report.json's values into the stamp of that very evaluation.
+def reviewed(data: Mapping[str, Any]) -> tuple[Path, Stamp] | None:
+    """The artifact's folder, and its stamp with the review of report.json's values in it.
 
-    None when the artifact has no stamp (or is elsewhere): nothing is written. UsageError when its
-    stamp is another evaluation's, and ArtifactError when it cannot be read or written.
+    None when the artifact has no stamp (or is elsewhere). UsageError when its stamp is another
+    evaluation's or demands what the report does not; ArtifactError when it cannot be read.
     """
     artifact = Path(data["artifact"]["path"])
     stamp = read_stamp(artifact)
@@ -85,12 +84,32 @@ def add_review(data: Mapping[str, Any]) -> Path | None:
                 f"{artifact / STAMP_NAME} is the stamp of another evaluation: its {what} is "
                 f"{found}, the report's {expected}; evaluate again, or pass --no-stamp"
             )
+    _require_kin(stamp, data)
     joined = {
         "verdict": data["verdict"], "summary": data["summary"], "review": _review_record(data),
         "format_version": Stamp.model_fields["format_version"].default,
     }  # fmt: skip
-    write_stamp(artifact, stamp.model_copy(update=joined))
+    return artifact, stamp.model_copy(update=joined)
+
+
+def put(artifact: Path, stamp: Stamp) -> Path:
+    """Write a stamp; StorageError when the disk refuses."""
+    write_stamp(artifact, stamp)
     return artifact / STAMP_NAME
+
+
+def _require_kin(stamp: Stamp, data: Mapping[str, Any]) -> None:
+    """What one run wrote into its report and its stamp agrees; UsageError where one was edited."""
+    failed = stamp.verdict == "rejected" and (
+        stamp.review is None or stamp.review.verdict != "rejected"
+    )
+    demands = stamp.review is not None and stamp.review.required
+    if failed and data["verdict"] != "rejected" or demands and not is_demanded(data):
+        raise UsageError(
+            f"{Path(data['artifact']['path']) / STAMP_NAME} was written by this evaluation and "
+            "disagrees with its report (verdict, or the demand for a review): one of them was "
+            "edited; evaluate again"
+        )
 
 
 def _review_record(data: Mapping[str, Any]) -> ReviewRecord:

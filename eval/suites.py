@@ -240,7 +240,11 @@ def _field(row: dict[str, Any], key: str, kind: type) -> Any:
 
 
 def _domains(row: dict[str, Any]) -> dict[str, str]:
-    return {key: _field(row, key, str) for key in ("id", "source", "lang")}
+    named = {key: _field(row, key, str) for key in ("id", "source", "lang")}
+    for key, name in named.items():
+        if not name.isprintable():
+            raise ValueError(f"expected {key!r} to be printable, for reports, found {name!r}")
+    return named
 
 
 def _document(row: dict[str, Any]) -> Document:
@@ -378,5 +382,7 @@ def _require_possible(checks: Sequence[Check]) -> None:
             raise ValueError(
                 f"the JSON Schema refers to {error.ref!r}, which it does not hold"
             ) from error
+        except RecursionError:
+            raise ValueError("the JSON Schema refers to itself without an end") from None
         if golds and broken is not None:
             raise ValueError(f"gold breaks its own schema: {broken.message}")

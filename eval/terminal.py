@@ -83,8 +83,11 @@ class TerminalProgress:
             self._console.print(f"{self._stage:<24} {time.monotonic() - self._began:6.1f} s")
 
 
-def show(console: Console, written: Written) -> None:
-    """Verdict, one row per rule, the worst regressions, what to do next, where the files lie."""
+def show(console: Console, written: Written, *, redact: bool = False) -> None:
+    """Verdict, one row per rule, the worst regressions, what to do next, where the files lie.
+
+    redact: without what was said in the regressions; a log is kept as a report is.
+    """
     e = written.evaluation
     console.print(_verdict(e, boxed=console.is_terminal))
     console.print()
@@ -94,7 +97,8 @@ def show(console: Console, written: Written) -> None:
         console.print(Text(line, style="yellow"))
     for note in e.notes:
         console.print(Text(f"note: {note}", style="dim"))
-    _show_regressions(console, e)
+    if not redact:
+        _show_regressions(console, e)
     console.print("\n[bold]Next[/]")
     for step in wording.next_steps(e, written.json.parent):
         console.print(f"  {escape(step)}", soft_wrap=True)
@@ -137,7 +141,7 @@ def _gate_table(e: Evaluation, console: Console) -> Table:
     table.add_column("verdict", overflow="fold")
     for f in e.verdict.findings:
         table.add_row(
-            f.label,
+            Text(f.label),
             figures.value(f.measurement.base, f.measurement.unit),
             figures.value(f.measurement.candidate, f.measurement.unit),
             Text(_difference(f.measurement)),

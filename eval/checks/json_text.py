@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +47,8 @@ def parse_strict(text: str) -> Parsed:
     duplicates: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        duplicates.extend(sorted({name for name in names if names.count(name) > 1}))
+        times = Counter(name for name, _ in pairs)
+        duplicates.extend(sorted(name for name, n in times.items() if n > 1))
         return dict(pairs)
 
     try:

@@ -20,6 +20,9 @@ from eval.checks.base import Outcome, Reply, only, printable
 from eval.checks.json_text import parse_strict
 from eval.errors import SuiteError
 
+# A recursive schema takes several calls for each level of an answer.
+NESTED = "nested too deeply for its schema"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -52,6 +55,8 @@ def require_schema(schema: dict[str, Any]) -> None:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"the JSON Schema is not valid: {error.message}") from error
+    except RecursionError:
+        raise ValueError("the JSON Schema is nested too deeply") from None
 
 
 def checker(schema: dict[str, Any]) -> Validator:
@@ -83,6 +88,8 @@ def first_problem(schema: dict[str, Any], value: Any) -> str:
         raise SuiteError(
             f"a JSON Schema refers to {error.ref!r}, which it does not hold"
         ) from error
+    except RecursionError:
+        return NESTED
     return printable(f"{errors[0].json_path}: {errors[0].validator}") if errors else ""
 
 

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from eval.errors import EvaluationError, UsageError
+from eval.places import check_out
 from eval.review import render
 from eval.review.draw import Draw, draw
 from eval.review.pack import (
@@ -24,7 +27,7 @@ from eval.review.pack import (
 )
 from eval.review.ratings import read_all
 from eval.review.rules import ReviewDemand, Rules
-from eval.review.samples import SAMPLES_NAME, read_samples
+from eval.review.samples import SAMPLES_NAME, explain, read_samples
 from eval.review.score import Review, score
 
 REPORT_NAME = "report.json"
@@ -56,8 +59,14 @@ def make_pack(
     Raises UsageError (SuiteError for the samples); nothing is written then.
     """
     check_place(out)
+    check_out(out)
     samples, digest = read_samples(evaluation / SAMPLES_NAME)
     report = _report(evaluation / REPORT_NAME)
+    if report is not None and report.get("samples_sha256", digest) != digest:
+        raise UsageError(
+            f"{evaluation / SAMPLES_NAME} is not as its evaluation wrote it (the sha256 is not "
+            f"{REPORT_NAME}'s), so no verdict could take the review in; evaluate again"
+        )
     rules = _rules(report, margin, max_critical)
     drawn = draw(samples, count, seed)
     origin = Origin(samples_sha256=digest, artifact_digest=_artifact_digest(report), seed=seed)
@@ -72,7 +81,7 @@ def _report(path: Path) -> dict[str, Any] | None:
         report["artifact"]["digest"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"{path} does not name the artifact it judges ({error!r}); "
             "evaluate again, so that the review can be bound to it"
@@ -98,9 +107,13 @@ def _rules(
     if demanded is None or report is None:
         said = {"margin": margin, "max_critical": max_critical}
         return Rules(**{name: value for name, value in said.items() if value is not None})
-    demand = ReviewDemand.model_validate(demanded)
     try:
+        demand = ReviewDemand.model_validate(demanded)
         return demand.rules(report["method"]["confidence"], margin, max_critical)
+    except ValidationError as error:
+        raise UsageError(
+            f"{REPORT_NAME} is not as `evaluate` wrote it: {explain(error)}; evaluate again"
+        ) from None
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -115,8 +128,7 @@ def score_pack(pack: Path, *, key: Path | None, out: Path | None) -> tuple[Revie
     review = score(unsealed, opened.info.rules, read_all(opened))
     place = pack.resolve()
     folder = out or place.with_name(f"{place.name}-review")
-    if place in (folder.resolve(), *folder.resolve().parents):
-        raise UsageError(f"--out {folder} lies in the pack, where it would unseal it for raters")
+    check_out(folder)
     _write(folder, _files(review, opened, unsealed))
     return review, folder
 

@@ -8,6 +8,7 @@ Likelihoods come from /v1/completions with `echo`.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -16,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from eval.checks.base import printable
 from eval.errors import TargetError, UsageError
 from eval.targets.base import Advance, Answer, Finish, Keep, Prompt, forget
 from runtime.text import TextProcessor
@@ -23,7 +25,10 @@ from runtime.text import TextProcessor
 # What the server calls an answer's end, and what the checks call it.
 _FINISHES: Mapping[str, Finish] = {"stop": "stop", "tool_calls": "stop", "length": "length"}
 _SHOWN = 160
-DEFAULT_CONCURRENCY = 16
+DEFAULT_CONCURRENCY, DEFAULT_TIMEOUT_S = 16, 300.0
+MOST_SECONDS = 86_400.0
+# No answer to one prompt is that long.
+_MOST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +39,7 @@ class Service:
     model: str | None = None
     api_key: str | None = None
     concurrency: int = DEFAULT_CONCURRENCY
-    timeout_s: float = 300.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
     @property
     def root(self) -> str:
@@ -60,7 +65,15 @@ class ServerTarget:
     def __init__(self, service: Service, text: TextProcessor, digest: str) -> None:
         if not service.root.startswith(("http://", "https://")):
             raise UsageError(f"--against {service.url!r} is not a URL like http://127.0.0.1:8000")
-        self._text = text
+        if not 0 < service.timeout_s <= MOST_SECONDS:
+            raise UsageError(
+                f"--timeout is {service.timeout_s:g}; expected more than 0 and at most "
+                f"{MOST_SECONDS:g} seconds"
+            )
+        if not (service.api_key or "").isascii() or not (service.api_key or "a").isprintable():
+            raise UsageError("--api-key holds what no HTTP header can: expected printable ASCII")
+        self._text, self._digest = text, digest
+        self.service = service
         key = {"Authorization": f"Bearer {service.api_key}"} if service.api_key else {}
         # One connection a request in flight, so that nothing waits on this side.
         self._client = httpx.Client(
@@ -77,6 +90,10 @@ class ServerTarget:
         other.__dict__ |= self.__dict__
         other.service = replace(self.service, concurrency=concurrency)
         return other
+
+    def require_unchanged(self) -> None:
+        """TargetError when the server says by now that it serves something else."""
+        self._find_model(self.service, self._digest)
 
     def generate(
         self, prompts: Sequence[Prompt], advance: Advance, keep: Keep = forget
@@ -160,6 +177,8 @@ class ServerTarget:
         finish = _FINISHES.get(str(choice.get("finish_reason")))
         if finish is None:
             raise RequestFailed("unfinished", f"finish_reason {choice.get('finish_reason')!r}")
+        if not _is_text(said):
+            raise RequestFailed("malformed", "half of a surrogate pair in the answer")
         ids = self._text.encode(said, add_special_tokens=False)
         return Answer(token_ids=tuple(ids), finish=finish, text=said, tool_calls=calls)
 
@@ -201,29 +220,49 @@ class ServerTarget:
                 f"{len(ids)} prompt tokens, so no choice can be scored; leave `choice` items out"
             )
         asked = values[len(context) : len(ids)]
-        if not all(isinstance(value, int | float) for value in asked):
-            raise RequestFailed("malformed", "a log-probability that is no number")
+        if not all(map(_is_logprob, asked)):
+            raise RequestFailed("malformed", "a log-probability that is no number of at most 0")
         return float(sum(asked))
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """One request, start to end; RequestFailed for whatever goes wrong with it."""
         body = {"model": self.service.model, "temperature": 0.0, **body}
         try:
-            response = self._client.post(self.service.root + path, json=body)
+            response = self._whole("POST", path, body)
         except httpx.TimeoutException as error:
             raise RequestFailed("timeout") from error
         except httpx.ConnectError as error:
             raise RequestFailed("connect", str(error)) from error
         except httpx.TransportError as error:
             raise RequestFailed("cut") from error
+        except httpx.RequestError as error:  # a body that is not encoded as its header says
+            raise RequestFailed("malformed", str(error)) from error
         if response.status_code != 200:
             raise RequestFailed(f"http_{response.status_code}", _words(response))
         return _object(response)
 
+    def _whole(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """The response with its body, in all within the timeout and of a size that fits memory.
+
+        httpx's own timeout is for each piece: a server that sends a byte now and then never ends.
+        """
+        ends, parts, size = time.monotonic() + self.service.timeout_s, list[bytes](), 0
+        with self._client.stream(method, self.service.root + path, json=body) as response:
+            for part in response.iter_bytes():
+                parts.append(part)
+                size += len(part)
+                if time.monotonic() > ends:
+                    raise httpx.ReadTimeout("the answer never ended", request=response.request)
+                if size > _MOST_BYTES:
+                    raise httpx.DecodingError(
+                        f"an answer of more than {_MOST_BYTES >> 20} MiB", request=response.request
+                    )
+        return httpx.Response(response.status_code, content=b"".join(parts))
+
     def _find_model(self, service: Service, digest: str) -> str:
         try:
-            response = self._client.get(service.root + "/models")
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+            response = self._whole("GET", "/models")
+        except (httpx.RequestError, httpx.InvalidURL) as error:
             raise TargetError(f"nobody answers at {service.url}: {error}") from error
         if response.status_code != 200:
             raise TargetError(
@@ -263,19 +302,29 @@ def _words(response: httpx.Response) -> str:
     try:
         error = response.json().get("error")
         said = error.get("message") if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         said = None
-    return str(said or response.text)[:_SHOWN]
+    return printable(str(said or response.text)[:_SHOWN])
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:
     try:
         value = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict) or "error" in value:
-        raise RequestFailed("malformed", response.text[:_SHOWN])
+    if not isinstance(value, dict) or value.get("error") is not None:
+        raise RequestFailed("malformed", printable(response.text[:_SHOWN]))
     return value
+
+
+def _is_text(said: str) -> bool:
+    """Whether it can be written as UTF-8: JSON can spell half of a surrogate pair."""
+    return not any(0xD800 <= ord(char) < 0xE000 for char in said)
+
+
+def _is_logprob(value: Any) -> bool:
+    """Rounding may leave a little more than 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value <= 1e-3
 
 
 def _first_choice(reply: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def parse_object(path: Path) -> dict[str, Any]:
 def check_version(path: Path, data: dict[str, Any], readable: str) -> None:
     """FormatVersionError unless `data`'s format_version has the major version of `readable`."""
     found = data.get("format_version")
-    if not isinstance(found, str) or not re.fullmatch(r"\d+\.\d+", found):
+    if not isinstance(found, str) or not re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", found):
         raise ManifestError(f'{path}: format_version is {found!r}, expected "{readable}"')
     major = readable.split(".")[0]
     if found.split(".")[0] != major:

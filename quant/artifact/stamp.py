@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from quant.artifact.errors import ManifestError, StorageError
 from quant.artifact.jsonio import (
@@ -109,6 +109,21 @@ class Stamp(BaseModel):
     summary: str = ""
     review: ReviewRecord | None = None
 
+    @model_validator(mode="after")
+    def _accepts_only_what_passed(self) -> Self:
+        """A stamp that was edited by hand shows where it contradicts itself."""
+        if self.verdict != "accepted":
+            return self
+        failed = [metric.name for metric in self.metrics if metric.verdict == "rejected"]
+        if failed:
+            raise ValueError(f"it says accepted, but {failed[0]} is rejected")
+        review = self.review
+        if review is not None and (
+            review.verdict == "rejected" or review.required and review.verdict != "accepted"
+        ):
+            raise ValueError(f"it says accepted, but the review is {review.verdict}")
+        return self
+
 
 def judged_by(stamp: Stamp) -> str:
     """By which gates the verdict was given: `default gates`, or `own gates (sha256 0123abcd...)`.
@@ -147,7 +162,8 @@ def read_stamp(directory: Path) -> Stamp | None:
 def write_stamp(directory: Path, stamp: Stamp) -> None:
     """Write gate.json atomically; StorageError when the disk refuses."""
     path = Path(directory) / STAMP_NAME
-    staged = path.with_name(f".{STAMP_NAME}.tmp")
+    # Its own name for each process: two that judge at once must not write into one file.
+    staged = path.with_name(f".{STAMP_NAME}.{os.getpid()}")
     try:
         with staged.open("wb") as file:
             file.write(canonical_json(stamp.model_dump(mode="json")))

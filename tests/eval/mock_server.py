@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 from typing import Any
@@ -70,6 +71,14 @@ def serving(reply: Reply) -> Iterator[tuple[str, Mock]]:
                 self.send_header("content-length", "1000")
                 self.end_headers()
                 self.wfile.write(b'{"choices"')
+                self.close_connection = True
+            elif kind == "drip":
+                self.send_response(200)
+                self.end_headers()
+                with suppress(OSError):
+                    for _ in range(100):
+                        self.wfile.write(b" ")
+                        time.sleep(0.05)
                 self.close_connection = True
             elif kind in _BODIES:
                 self.send(200, _BODIES[kind])

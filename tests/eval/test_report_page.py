@@ -272,7 +272,7 @@ def test_speeds_that_say_nothing_are_refused(
         ("{", "no JSON text"),
         ("[]", "expected an object"),
         ('{"report_version": "1.0"}', "expected 1.x"),
-        ('{"format_version": "1.0"}', "it lacks artifact"),
+        ('{"format_version": "1.0"}', "verdict: Field required"),
     ],
 )
 def test_other_files_are_refused(

@@ -98,6 +98,33 @@ def test_a_server_that_says_nothing_times_out(
         target(url, text, timeout_s=0.1).generate(prompts(text, 1), silent)
 
 
+def test_a_server_that_drips_times_out_in_all(
+    served: tuple[str, Mock], text: TextProcessor
+) -> None:
+    """Each byte comes in time, the answer never ends."""
+    url, mock = served
+    mock.plan = ["drip"]
+    with pytest.raises(TargetError, match=r"1 of 1 requests \(timeout 1\)"):
+        target(url, text, timeout_s=0.3).generate(prompts(text, 1), silent)
+
+
+def test_half_a_surrogate_pair_is_no_answer(served: tuple[str, Mock], text: TextProcessor) -> None:
+    url, mock = served
+    mock.reply = lambda path, body: chat("\ud800")
+    with pytest.raises(TargetError, match=r"malformed 1.*surrogate"):
+        target(url, text).generate(prompts(text, 1), silent)
+
+
+def test_likelihoods_that_are_no_numbers(served: tuple[str, Mock], text: TextProcessor) -> None:
+    url, mock = served
+    for nonsense in (float("nan"), 3.0, True, "x"):
+        mock.reply = lambda path, body, said=nonsense: {
+            "choices": [{"logprobs": {"token_logprobs": [said] * 200}}]
+        }
+        with pytest.raises(TargetError, match="no number of at most 0"):
+            target(url, text).choose([choice(text)], silent)
+
+
 def test_e13_as_many_requests_are_in_flight_as_asked(
     served: tuple[str, Mock], text: TextProcessor
 ) -> None:

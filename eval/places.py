@@ -1,0 +1,40 @@
+"""Places: folders that results could not or must not go to, refused before minutes are spent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from eval.errors import UsageError
+
+
+def check_out(folder: Path) -> None:
+    """UsageError unless results may go to `folder`, which need not be there yet."""
+    place = folder.resolve()
+    if (place / "artifact.json").is_file():
+        raise UsageError(
+            f"--out is the artifact itself, whose report.md and report.json tell how it was made; "
+            f"pass another folder than {folder}"
+        )
+    if why := _taken(place):
+        raise UsageError(f"--out {folder} {why}; pass another folder")
+    standing = next(each for each in (place, *place.parents) if each.exists())
+    if not standing.is_dir() or not os.access(standing, os.W_OK | os.X_OK):
+        raise UsageError(f"nothing can go to --out {folder}: {standing} is not a writable folder")
+
+
+def _taken(place: Path) -> str:
+    """What is there already, "" when nothing is in the way."""
+    if (place / "config.json").is_file():
+        return "is a model's folder, and a file in it would change the model's digest"
+    if (place / "text.jsonl").is_file():
+        return "is a suite, which would take samples.jsonl for tasks"
+    if any((above / "artifact.json").is_file() for above in place.parents):
+        return "lies inside the artifact, which is sealed"
+    if any(_is_pack(each) for each in (place, *place.parents)):
+        return "lies in the pack, where it would unseal it for raters"
+    return ""
+
+
+def _is_pack(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("pack.json", "items.jsonl"))
