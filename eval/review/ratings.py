@@ -109,14 +109,14 @@ def read_history(pack: Pack, rater: str) -> History:
     path = ratings_path(pack, rater)
     if not path.exists():
         return History(rater=rater, current={})
-    return _parse(pack, path, _whole_lines(path.read_bytes()))[0]
+    return _parse(pack, path, _whole_lines(_bytes(path)))[0]
 
 
 def read_all(pack: Pack) -> list[History]:
     """Everybody's ratings. EvaluationError names a file that is not as it was written."""
     histories = []
     for path in sorted(pack.ratings.glob("*.jsonl")):
-        lines = _whole_lines(path.read_bytes())
+        lines = _whole_lines(_bytes(path))
         if lines:
             histories.append(_parse(pack, path, lines)[0])
     names = [history.rater.casefold() for history in histories]
@@ -151,6 +151,13 @@ def _opened(pack: Pack, rater: str) -> Iterator[tuple[IO[bytes], History, str]]:
             yield file, *_parse(pack, path, lines)
     except OSError as error:
         raise UsageError(f"the rating was not saved: {path}: {error.strerror}") from error
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise EvaluationError(f"cannot read the ratings {path}: {error.strerror}") from error
 
 
 def _whole_lines(data: bytes) -> list[bytes]:

@@ -126,3 +126,10 @@ def test_an_undo_without_a_step_is_refused(pack: Pack) -> None:
     path.write_bytes(path.read_bytes() + forged)
     with pytest.raises(EvaluationError, match="undoes a rating that was never made"):
         read_all(pack)
+
+
+def test_what_cannot_be_read_is_named(pack: Pack) -> None:
+    pack.ratings.mkdir(exist_ok=True)
+    (pack.ratings / "ann.jsonl").mkdir()
+    with pytest.raises(EvaluationError, match=r"cannot read the ratings .*ann\.jsonl"):
+        read_all(pack)
