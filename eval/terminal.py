@@ -133,12 +133,12 @@ def _verdict(e: Evaluation, *, boxed: bool) -> RenderableType:
 def _gate_table(e: Evaluation, console: Console) -> Table:
     percent = round((2 * e.sampling.confidence - 1) * 100)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("metric", no_wrap=True)
+    table.add_column("metric", min_width=12, overflow="fold")
     for name in ("base", "candidate"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(f"difference [{percent} %]", no_wrap=True)
     table.add_column("limit", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
+    table.add_column("verdict", no_wrap=True)
     for f in e.verdict.findings:
         table.add_row(
             Text(f.label),

@@ -124,11 +124,14 @@ def test_defaults_of_command_and_api_agree() -> None:
     import inspect
 
     from eval.api import evaluate
+    from eval.targets.server import DEFAULT_CONCURRENCY
 
     parameters = inspect.signature(cli.judge).parameters
     by_command: dict[str, Any] = {name: p.default for name, p in parameters.items()}
     for name, parameter in inspect.signature(evaluate).parameters.items():
         if name not in ("artifact", "cache"):
             shown = by_command[name]
-            shown = cli._numbers(shown) if name == "concurrency" else shown
+            if name == "concurrency":  # not said, so that saying it without a server is refused
+                assert shown is None
+                shown = (DEFAULT_CONCURRENCY,)
             assert getattr(shown, "value", shown) == parameter.default, name
