@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,14 @@ def silent(count: int) -> None:
 
 
 class Bridge:
-    """httpx.Client's two calls over an app in this process, from another thread."""
+    """httpx.Client's one call that is used, over an app in this process, from another thread."""
 
     def __init__(self, client: httpx.AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client, self._loop = client, loop
 
-    def get(self, url: str) -> httpx.Response:
-        return self._wait(self._client.get(url))
-
-    def post(self, url: str, json: Any) -> httpx.Response:
-        return self._wait(self._client.post(url, json=json))
+    @contextmanager
+    def stream(self, method: str, url: str, json: Any) -> Iterator[httpx.Response]:
+        yield self._wait(self._client.request(method, url, json=json))
 
     def _wait(self, coroutine: Any) -> httpx.Response:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
