@@ -14,9 +14,6 @@ import argparse
 import json
 import shutil
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +83,7 @@ def sections(page: Page, path: Path, begin: str, end: str) -> None:
 def of_review(browser: Browser, evaluation: Path, scratch: Path, out: Path) -> None:
     """The rating page light and wide, dark and narrow, and the result."""
     evaluation = english(evaluation, scratch / "english")
-    with served(packed(evaluation, scratch / "blind")) as address:
+    with web.serving(packed(evaluation, scratch / "blind")) as address:
         for scheme, width in (("light", 1280), ("dark", 390)):
             page = opened(browser, scheme, width, 860)
             page.goto(address)
@@ -145,20 +142,6 @@ def rated(pack: Pack) -> Path:
                 choice = "b" if entry.candidate == "a" else "a"
             append(pack, rater, entry.id, Rating(choice=choice, seconds=20.0))
     return pack.path
-
-
-@contextmanager
-def served(pack: Pack) -> Iterator[str]:
-    listener = web.bind(0)
-    server = web.make_server(web.make_app(pack, None))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
 
 
 if __name__ == "__main__":

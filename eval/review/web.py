@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
@@ -171,3 +173,18 @@ def make_server(app: FastAPI) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
     )
+
+
+@contextmanager
+def serving(pack: Pack, rater: str | None = None) -> Iterator[str]:
+    """The page served from a thread on any free port; its address."""
+    listener = bind(0)
+    server = make_server(make_app(pack, rater))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://{HOST}:{listener.getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()

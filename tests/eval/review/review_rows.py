@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eval.review import web
 from eval.review.commands import Packed, make_pack
 from eval.review.pack import Key, KeyEntry, Pack, key_path, open_key, open_pack
 from eval.review.ratings import Rating, append
@@ -86,18 +83,3 @@ def prefer(entry: KeyEntry, who: str, *, fault: str | None = None) -> Rating:
             "critical": [] if fault is None else [sides[fault]],
         }
     )
-
-
-@contextmanager
-def serving(pack: Pack, rater: str | None = None) -> Iterator[str]:
-    """The page's server in a thread; its address."""
-    listener = web.bind(0)
-    server = web.make_server(web.make_app(pack, rater))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()

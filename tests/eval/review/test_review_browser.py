@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from review_rows import opened, sample_row, serving, write_samples
+from review_rows import opened, sample_row, write_samples
 
 from eval.review.commands import make_pack
 from eval.review.pack import Pack
 from eval.review.ratings import read_all, read_history
+from eval.review.web import serving
 
 pytestmark = pytest.mark.e2e
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
-from review_rows import opened, packed, sample_row, serving, write_samples
+from review_rows import opened, packed, sample_row, write_samples
 
 from eval.errors import UsageError
 from eval.review import web
 from eval.review.commands import make_pack
 from eval.review.pack import Pack
 from eval.review.ratings import ratings_path, read_all, read_history
+from eval.review.web import serving
 
 
 @contextmanager
