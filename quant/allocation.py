@@ -93,9 +93,18 @@ class Allocator:
         return self._trace(int(fits[0]))
 
     def frontier(self) -> tuple[Allocation, ...]:
-        """Every allocation that no other one beats in bytes and score, smallest first."""
+        """Every allocation that no other one beats in bytes and score, smallest first.
+
+        Judged by exact sums: two equal scores whose sums were rounded in another order fall here,
+        and so do cells of a coarse unit that hold no more bytes than the one before.
+        """
         steps = np.flatnonzero(np.r_[True, np.diff(self._best) < 0])
-        return tuple(self._trace(int(cell)) for cell in steps)
+        points = [self._trace(int(cell)) for cell in steps]
+        kept: list[Allocation] = []
+        for point in sorted(points, key=lambda p: (p.num_bytes, p.score)):
+            if not kept or point.score < kept[-1].score:
+                kept.append(point)
+        return tuple(kept)
 
     def _trace(self, cell: int) -> Allocation:
         picked: list[Option] = []

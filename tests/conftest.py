@@ -23,6 +23,13 @@ gc.disable()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# The same examples in every run, so that a change is judged by what it changed; new ones are looked
+# for by `--hypothesis-profile explore`, and what that finds becomes an `@example`.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile("fixed")
 
 REPO = Path(__file__).resolve().parents[1]
 
