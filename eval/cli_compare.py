@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from eval.errors import UsageError
-from eval.places import check_out
+from eval.places import check_out, write_files
 
 NAME = "compare"
 HELP = (
@@ -100,7 +100,7 @@ def command(
     text = compare_report.as_markdown(made, redact=redact)
     data = json.dumps(compare_report.as_json(made, redact=redact), indent=2, ensure_ascii=False)
     if out is not None:
-        _write(out, {"compare.md": text, "compare.json": data + "\n"})
+        write_files({"compare.md": text, "compare.json": data + "\n"}, out)
     typer.echo(data if as_json else text)
     raise typer.Exit(made.exit_code)
 
@@ -127,12 +127,3 @@ def _check(margin: float, ppl_margin: float, confidence: float, seed: int) -> No
         raise UsageError(f"--confidence is {confidence:g}; expected more than 0.5")
     if seed < 0:
         raise UsageError(f"--seed is {seed}; expected at least 0")
-
-
-def _write(folder: Path, files: dict[str, str]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write into {folder}: {error.strerror}") from error

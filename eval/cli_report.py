@@ -54,10 +54,10 @@ def report(
     """Make all pages anew from report.json, for another look: with the people's review, with
     measured speed, or without confidential words. The exit code is 0 whatever the verdict."""
     from eval.joining import complete
-    from eval.places import check_out
+    from eval.places import check_out, write_files
     from eval.reading import read_object, read_report
     from eval.redaction import redacted
-    from eval.report import HTML_NAME, JSON_NAME, pages, write_files
+    from eval.report import HTML_NAME, JSON_NAME, pages
 
     data = read_report(evaluation / JSON_NAME)
     check_out(out or evaluation)

@@ -14,9 +14,10 @@ from typing import Any
 
 from eval import stamping, wording
 from eval.errors import EvaluationError, UsageError
+from eval.places import write_files
 from eval.reading import check_review
 from eval.redaction import redacted
-from eval.report import pages, write_files
+from eval.report import pages
 from eval.review.rules import ReviewDemand, Rules
 from eval.review.verdict import state, with_review
 from quant.artifact.errors import ArtifactError

@@ -1,8 +1,12 @@
-"""Places: folders that results could not or must not go to, refused before minutes are spent."""
+"""Places: folders that results could not or must not go to, refused before minutes are spent; and
+the files that go there, all or none.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from eval.errors import UsageError
@@ -38,3 +42,33 @@ def _taken(place: Path) -> str:
 
 def _is_pack(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("pack.json", "items.jsonl"))
+
+
+def as_bytes(text: str) -> bytes:
+    """What stands on disk. A lone surrogate in a model's answer must not cost the report."""
+    return text.encode("utf-8", errors="backslashreplace")
+
+
+def write_files(texts: dict[str, str], out: Path) -> None:
+    """Write them into `out`, all or none; UsageError when the disk refuses."""
+    files = {out / name: text for name, text in texts.items()}
+    staged = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in files}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            staged[path].write_bytes(as_bytes(text))
+        for path in files:
+            staged[path].replace(path)
+    except BaseException as error:
+        for path in staged.values():
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise UsageError(
+                f"cannot write {_named(files)} into {out}: {error.strerror}"
+            ) from error
+        raise
+
+
+def _named(files: Iterable[Path]) -> str:
+    return ", ".join(path.name for path in files)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,12 @@ import numpy as np
 from eval import report_layer1, wording
 from eval.checks.catalogue import TASK_METRICS
 from eval.checks.registry import Scored
-from eval.errors import UsageError
 from eval.evaluation import Evaluation, Exchange, num_differing
 from eval.gate import Finding
 from eval.gate_spec import METRICS
 from eval.measurement import Measurement
 from eval.metrics.normalise import NORMALISATION_VERSION
+from eval.places import as_bytes, write_files
 from eval.redaction import redacted
 from eval.report_formats import shown, to_junit, to_summary
 from eval.report_markdown import to_markdown
@@ -89,30 +87,6 @@ def _finite_only(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _bytes(text: str) -> bytes:
-    """What stands on disk. A lone surrogate in a model's answer must not cost the report."""
-    return text.encode("utf-8", errors="backslashreplace")
-
-
-def write_files(texts: dict[str, str], out: Path) -> None:
-    """Write them into `out`, all or none; UsageError when the disk refuses."""
-    files = {out / name: text for name, text in texts.items()}
-    staged = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in files}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for path, text in files.items():
-            staged[path].write_bytes(_bytes(text))
-        for path in files:
-            staged[path].replace(path)
-    except BaseException as error:
-        for path in staged.values():
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise UsageError(f"cannot write the report to {out}: {error.strerror}") from error
-        raise
-
-
 def to_json(evaluation: Evaluation, out: Path) -> dict[str, Any]:
     """All of it as JSON values. Infinite bounds (too few clusters) become null.
 
@@ -171,7 +145,7 @@ def to_json(evaluation: Evaluation, out: Path) -> dict[str, Any]:
             for x in wording.regressions(e)
         ],
         "review": None,
-        "samples_sha256": hashlib.sha256(_bytes(_lines(items))).hexdigest(),
+        "samples_sha256": hashlib.sha256(as_bytes(_lines(items))).hexdigest(),
         "items": items,
     }  # fmt: skip
 

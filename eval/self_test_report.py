@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eval.report import write_files
+from eval.places import write_files
 from eval.self_test import SelfTest
 from eval.self_test_rows import Row
 

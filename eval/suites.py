@@ -18,6 +18,7 @@ from referencing.exceptions import Unresolvable
 
 from eval.checks import choice, fields, schema, state
 from eval.checks.base import Check
+from eval.checks.patience import TooSlowError, at_most
 from eval.checks.registry import read_checks
 from eval.errors import SuiteError
 from eval.rows import object_of
@@ -377,7 +378,10 @@ def _require_possible(checks: Sequence[Check]) -> None:
     for wanted in schemas:
         checker = schema.checker(wanted)
         try:
-            broken = next((e for gold in golds or [{}] for e in checker.iter_errors(gold)), None)
+            with at_most(schema.PATIENCE_S):
+                broken = next((e for g in golds or [{}] for e in checker.iter_errors(g)), None)
+        except TooSlowError:
+            raise ValueError(schema.endless(wanted, golds)) from None
         except Unresolvable as error:
             raise ValueError(
                 f"the JSON Schema refers to {error.ref!r}, which it does not hold"

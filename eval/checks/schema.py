@@ -6,7 +6,7 @@ and how many would be once case, plural and punctuation are forgiven (the near m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,13 @@ from referencing.exceptions import Unresolvable
 
 from eval.checks.base import Outcome, Reply, only, printable
 from eval.checks.json_text import parse_strict
+from eval.checks.patience import TooSlowError, at_most
 from eval.errors import SuiteError
 
 # A recursive schema takes several calls for each level of an answer.
 NESTED = "nested too deeply for its schema"
+# An answer takes a few milliseconds.
+PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,10 @@ def score(reply: Reply, options: Options) -> Outcome:
 def first_problem(schema: dict[str, Any], value: Any) -> str:
     """The first broken keyword and its path, or ""."""
     try:
-        errors = sorted(checker(schema).iter_errors(value), key=lambda error: error.json_path)
+        with at_most(PATIENCE_S):
+            errors = sorted(checker(schema).iter_errors(value), key=lambda error: error.json_path)
+    except TooSlowError:
+        raise SuiteError(endless(schema, value)) from None
     except Unresolvable as error:
         raise SuiteError(
             f"a JSON Schema refers to {error.ref!r}, which it does not hold"
@@ -91,6 +97,31 @@ def first_problem(schema: dict[str, Any], value: Any) -> str:
     except RecursionError:
         return NESTED
     return printable(f"{errors[0].json_path}: {errors[0].validator}") if errors else ""
+
+
+def endless(schema: dict[str, Any], value: Any) -> str:
+    """What to say when a check ran out of its time."""
+    patterns = ", ".join(sorted(set(_patterns(schema)))[:3])
+    return (
+        f"checking the answer {printable(str(value))[:60]!r} against its JSON Schema took more "
+        f"than {PATIENCE_S:g} s of computing: a regular expression in it ({patterns or 'none'}) "
+        "tries endlessly many ways to match; write it without a repeat inside a repeat"
+    )
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """Every regular expression in a schema."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _patterns(part)
+    if not isinstance(schema, dict):
+        return
+    for name, part in schema.items():
+        if name == "pattern" and isinstance(part, str):
+            yield part
+        if name == "patternProperties" and isinstance(part, dict):
+            yield from part
+        yield from _patterns(part)
 
 
 def _is_near(value: Any, allowed: tuple[str, ...]) -> bool:

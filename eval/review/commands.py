@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from eval.errors import EvaluationError, UsageError
-from eval.places import check_out
+from eval.errors import UsageError
+from eval.places import check_out, write_files
 from eval.review import render
 from eval.review.draw import Draw, draw
 from eval.review.pack import (
@@ -129,7 +128,7 @@ def score_pack(pack: Path, *, key: Path | None, out: Path | None) -> tuple[Revie
     place = pack.resolve()
     folder = out or place.with_name(f"{place.name}-review")
     check_out(folder)
-    _write(folder, _files(review, opened, unsealed))
+    write_files(_files(review, opened, unsealed), folder)
     return review, folder
 
 
@@ -159,17 +158,3 @@ def _provenance(pack: Pack, key: Key) -> dict[str, Any]:
             for path in sorted(pack.ratings.glob("*.jsonl"))
         },
     }
-
-
-def _write(folder: Path, files: dict[str, str]) -> None:
-    staged = {name: folder / f".{name}.{os.getpid()}" for name in files}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            staged[name].write_text(text, encoding="utf-8")
-        for name, path in staged.items():
-            path.replace(folder / name)
-    except OSError as error:
-        for path in staged.values():
-            path.unlink(missing_ok=True)
-        raise EvaluationError(f"cannot write the review to {folder}: {error.strerror}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,13 +25,25 @@ _QUANTIZED_FILES = ("quantize_config.json", "quant_config.json")  # of GPTQ's an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A base model on disk. `gguf_file` is the file's name inside `directory`."""
+    """A base model on disk. `gguf_file` is the file's name inside `directory`; `states` is what its
+    files looked like before they were hashed."""
 
     name: str
     kind: Literal["hf", "gguf"]
     directory: Path
     gguf_file: str | None
     digest: str
+    states: Mapping[Path, tuple[int, ...]]
+
+    def require_unchanged(self) -> None:
+        """TargetError when a file was written or replaced since: `digest` would name other bytes
+        than were read, and what is stored under it would be another model's."""
+        changed = [p.name for p, state in self.states.items() if _state(p) != state]
+        if changed:
+            raise TargetError(
+                f"the base {self.name} changed while it was read ({', '.join(sorted(changed))}); "
+                "evaluate again once nothing writes into it"
+            )
 
 
 def locate(base: str) -> Checkpoint:
@@ -56,12 +69,14 @@ def _gguf(path: Path) -> Checkpoint:
         magic = file.read(4)
     if magic != b"GGUF":
         raise UsageError(f"{path} is not a GGUF file (it begins with {magic!r}); pass its folder?")
+    states = {path: _state(path)}
     return Checkpoint(
         name=str(path),
         kind="gguf",
         directory=path.parent,
         gguf_file=path.name,
         digest=_digest([path]),
+        states=states,
     )
 
 
@@ -76,8 +91,14 @@ def _directory(path: Path) -> Checkpoint:
         )
     _refuse_quantized(path)
     files = [p for p in path.iterdir() if p.suffix in _CONTENT and p.is_file()]
+    states = {file: _state(file) for file in files}
     return Checkpoint(
-        name=str(path), kind="hf", directory=path, gguf_file=None, digest=_digest(files)
+        name=str(path),
+        kind="hf",
+        directory=path,
+        gguf_file=None,
+        digest=_digest(files),
+        states=states,
     )
 
 
@@ -122,6 +143,15 @@ def _from_hub(name: str) -> Path:
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}; "
             "pass --base with a local copy"
         ) from error
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """What changes when a file is written or another one takes its place; empty once it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _digest(files: list[Path]) -> str:

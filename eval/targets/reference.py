@@ -296,6 +296,7 @@ def _load_model(checkpoint: Checkpoint, device: str) -> Any:
             f"the base {checkpoint.name} lacks {len(missing)} weights ({missing[0]}, ...); "
             "fetch it again"
         )
+    checkpoint.require_unchanged()
     # Sampling defaults and penalties that ship with a model must not touch a greedy answer.
     model.generation_config = transformers.GenerationConfig()
     return model.to(device).eval()

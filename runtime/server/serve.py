@@ -31,6 +31,7 @@ from runtime.server.verdict import (
     judged_with,
     open_for_serving,
     refuse_unless_accepted,
+    why_not_judged,
 )
 from runtime.text import TextProcessor
 
@@ -83,13 +84,15 @@ def serve(
         )
     with contextlib.closing(bind(config.host, config.port)) as listener:
         opened = open_for_serving(artifact)
+        stamp, without = opened.stamp, why_not_judged(opened)
         if config.require_accepted:
-            refuse_unless_accepted(opened.stamp, artifact)
+            refuse_unless_accepted(stamp, artifact)
         text = TextProcessor.load(artifact)
         factory = partial(load_engine, artifact, engine_config)
 
         def describe(numerics: dict[str, str]) -> ModelInfo:
-            verdict, warning = judge(opened.stamp, numerics, text.chat_template_sha256)
+            template = text.chat_template_sha256
+            verdict, warning = judge(stamp, numerics, template, without=without)
             if config.require_accepted and warning is not None:
                 raise ConfigError(
                     f"--require-accepted: {warning}; judge it as it runs here: evaluate {artifact} "
@@ -101,8 +104,8 @@ def serve(
                 digest=opened.digest,
                 verdict=verdict,
                 warning=warning,
-                gates=None if opened.stamp is None else judged_by(opened.stamp),
-                remark=judged_with(opened.stamp, build()),
+                gates=None if stamp is None else judged_by(stamp),
+                remark=judged_with(stamp, build()),
             )
 
         return run_server(listener, text, factory, describe, config, announce, watch)

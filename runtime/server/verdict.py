@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quant.artifact.artifact import Artifact, open_artifact
-from quant.artifact.stamp import MetricRecord, Stamp
+from quant.artifact.stamp import STAMP_NAME, MetricRecord, Stamp
 from runtime.config import ConfigError
 from runtime.engine.precheck import check_artifact
 
@@ -21,12 +21,26 @@ def open_for_serving(path: Path) -> Artifact:
     return open_artifact(path, verify="fast")
 
 
+def why_not_judged(artifact: Artifact) -> str:
+    """Why an artifact without a stamp of its own has none."""
+    if (artifact.path / STAMP_NAME).is_file():
+        return f"its {STAMP_NAME} was given on other bytes than these; run: evaluate ART"
+    return "nobody measured what this artifact lost; run: evaluate ART"
+
+
 def judge(
-    stamp: Stamp | None, numerics: dict[str, str], chat_template_sha256: str | None
+    stamp: Stamp | None,
+    numerics: dict[str, str],
+    chat_template_sha256: str | None,
+    *,
+    without: str = "nobody measured it",
 ) -> tuple[str, str | None]:
-    """(verdict, warning). The warning says why the artifact may not be as good as it should."""
+    """(verdict, warning). The warning says why the artifact may not be as good as it should.
+
+    without: the warning where there is no stamp, as `why_not_judged` gives it.
+    """
     if stamp is None:
-        return NOT_JUDGED, "nobody measured what this artifact lost; run: evaluate ART"
+        return NOT_JUDGED, without
     if stamp.verdict != "accepted":
         return stamp.verdict, deciding(stamp)
     here = {**numerics, "chat_template_sha256": chat_template_sha256}

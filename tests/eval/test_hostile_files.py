@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from eval.checks.registry import read_checks, score_reply
 from eval.errors import GateSpecError, SuiteError, TargetError, UsageError
 from eval.gate_spec import load_gates
 from eval.joining import join
-from eval.places import check_out
+from eval.places import check_out, write_files
 from eval.reading import read_report
 from eval.redaction import redacted
-from eval.report import pages, write_files
+from eval.report import pages
 from eval.suites import load_suite
 from eval.targets.server import ServerTarget, Service
 from quant.artifact.errors import ManifestError
@@ -77,6 +78,32 @@ def test_answers_that_never_end_inside_a_recursive_schema() -> None:
     wide = "{" + ", ".join(f'"k{n}": 1' for n in range(100_000)) + "}"
     scored = score_reply(Reply(text=wide, raw=wide, finish="stop", tokens=()), checks)
     assert scored.values["json_unique_keys"] == 1
+
+
+BACKTRACKING = r"^(\w+\s?)*$"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"pattern": BACKTRACKING}}},
+        {"additionalProperties": False, "patternProperties": {BACKTRACKING: {}}},
+    ],
+)
+def test_a_pattern_that_backtracks_without_end_is_named(
+    schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.checks.schema.PATIENCE_S", 0.05)
+    endless = "ab " * 20 + "!"
+    checks = read_checks([{"kind": "schema_valid", "schema": schema}])
+    text = json.dumps({"a": endless, endless: 1})
+    with pytest.raises(SuiteError, match=r"more than 0.05 s of computing.*\(\^\(\\w\+"):
+        score_reply(Reply(text=text, raw=text, finish="stop", tokens=()), checks)
+    before = signal.getsignal(signal.SIGVTALRM)
+    quick = json.dumps({"a": "ab"})
+    score_reply(Reply(text=quick, raw=quick, finish="stop", tokens=()), checks)
+    assert signal.getsignal(signal.SIGVTALRM) is before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
 def test_pages_hold_no_character_that_acts() -> None:

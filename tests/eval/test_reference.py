@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,26 @@ def test_a_base_without_tokenizer_or_weights(tmp_path: Path) -> None:
         load_tokenizer(locate(str(tmp_path)))
     with pytest.raises(TargetError, match="cannot be loaded"):
         reference(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["written into", "replaced", "removed"])
+def test_a_base_that_changes_while_it_is_read(
+    tiny_model: Callable[..., Path], tmp_path: Path, how: str
+) -> None:
+    """Its digest would be another model's, and so would all that is stored under it."""
+    base = shutil.copytree(tiny_model("llama"), tmp_path / "base")
+    found = locate(str(base))
+    weights = base / "model.safetensors"
+    data = weights.read_bytes()
+    if how == "written into":
+        with weights.open("r+b") as file:
+            file.seek(-4, 2)
+            file.write(bytes(4))
+    else:
+        weights.rename(base / "old")
+        if how == "replaced":
+            weights.write_bytes(data)
+    with pytest.raises(
+        TargetError, match="cannot be loaded" if how == "removed" else "changed while"
+    ):
+        ReferenceTarget(found, device="cpu", cache=Cache(tmp_path / "cache"))

@@ -28,6 +28,7 @@ from runtime.server.verdict import (
     judged_with,
     open_for_serving,
     refuse_unless_accepted,
+    why_not_judged,
 )
 
 HERE = {
@@ -135,10 +136,16 @@ def test_another_artifact_in_its_place_is_not_judged(accepted: Path) -> None:
     manifest = json.loads((accepted / "artifact.json").read_text())
     manifest["created_by"] = "somebody else"
     (accepted / "artifact.json").write_text(json.dumps(manifest))
-    assert open_artifact(accepted).stamp is None
+    opened = open_artifact(accepted)
+    assert opened.stamp is None
+    assert why_not_judged(opened) == (
+        "its gate.json was given on other bytes than these; run: evaluate ART"
+    )
     config = ServerConfig(port=0, require_accepted=True)
     with pytest.raises(ConfigError, match="not judged"):
         serve(accepted, EngineConfig(), config, lambda model, url: None)
+    (accepted / "gate.json").unlink()
+    assert why_not_judged(opened).startswith("nobody measured")
 
 
 def test_stamps_of_other_minor_versions_are_read(accepted: Path) -> None:
