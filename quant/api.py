@@ -36,7 +36,7 @@ from quant.job_notes import plan_notes, source_notes, with_source_warning
 from quant.job_out import check_out, is_done
 from quant.machine import (
     anonymous_bytes,
-    check_device,
+    chosen_device,
     free_gpu_bytes,
     free_memory_bytes,
     is_gpu,
@@ -67,7 +67,7 @@ def quantize(
     out: PathLike | None = None,
     *,
     strict: bool = False,
-    device: str = "cpu",
+    device: str = "auto",
     overwrite: bool = False,
     resume: bool = True,
     progress: Progress | None = None,
@@ -82,6 +82,7 @@ def quantize(
     model: HF directory, hub id or GGUF file; None takes the recipe's `model:`. recipe and calib are
     looked up where given, then among the shipped ones. out defaults to NAME-RECIPE in the current
     directory; when it holds the artifact of this very job already, nothing is done.
+    device: auto (a GPU where torch finds one), cpu, cuda or cuda:N.
     memory: what the run may take of the GPU and the host, beyond which hidden states are spilled.
     overrides: recipe keys (`group_size=64`, `samples=128`, ...; those of `calibration:`
     go there). strict refuses group sizes that do not divide. until_accepted: gates file; the
@@ -89,7 +90,7 @@ def quantize(
     this together (`quant.parallel_group.joined`), each calling this. Raises QuantError or
     ArtifactError.
     """
-    gate = None
+    gate, device = None, chosen_device(device)
     if until_accepted is not None:
         gate = make_gate(until_accepted, gate_command, device)
     job = prepare(
@@ -109,7 +110,7 @@ def prepare(
     out: PathLike | None = None,
     *,
     strict: bool = False,
-    device: str = "cpu",
+    device: str = "auto",
     memory: MemoryLimits = UNLIMITED,
     overrides: Mapping[str, Any],
     keep_codes: bool = False,
@@ -122,7 +123,7 @@ def prepare(
     gate: what must accept the artifact; the smallest plan that it does accept is wanted.
     """
     ranks = ranks or Single()
-    check_device(device)
+    device = chosen_device(device)
     loaded = load_recipe(recipe, overrides)
     check_keys(loaded, gate)
     is_mixed = loaded.is_mixed or gate is not None

@@ -103,7 +103,7 @@ def quantize_command(
     strict: Strict = False,
     overwrite: Overwrite = False,
     no_resume: NoResume = False,
-    device: Device = "cpu",
+    device: Device = "auto",
     ranks: NumRanks = None,
     threads: Threads = None,
     max_gpu_memory: MaxGPUMemory = None,
@@ -132,7 +132,7 @@ def quantize_command(
         refuse_ranks(context.invoked_subcommand)
         return
     if recipe is None:
-        if _nothing_was_said(context):
+        if not _said(context):
             typer.echo(context.get_help())
             raise typer.Exit
         raise USAGE_ERROR("give --recipe FILE (shipped: w4a16.yaml, w8a8.yaml, fp8.yaml, ...)")
@@ -160,9 +160,14 @@ def quantize_command(
             carry_out_job(job, overwrite=overwrite, resume=not no_resume)
 
 
-def _nothing_was_said(context: typer.Context) -> bool:
-    sources = (context.get_parameter_source(name) for name in context.params)
-    return all(source is None or source.name.startswith("DEFAULT") for source in sources)
+def _said(context: typer.Context) -> list[str]:
+    """The options that stand on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and not source.name.startswith("DEFAULT")
+    ]
 
 
 @app.command("plan")
@@ -173,7 +178,7 @@ def plan_command(
     out: Out = None,
     strict: Strict = False,
     every_module: EveryModule = False,
-    device: Device = "cpu",
+    device: Device = "auto",
     threads: Threads = None,
     max_gpu_memory: MaxGPUMemory = None,
     max_host_memory: MaxHostMemory = None,
@@ -259,11 +264,7 @@ app.command("report")(report_command)
 
 
 def _refuse_misplaced(context: typer.Context) -> None:
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name, value in context.params.items()
-        if value not in (None, False, [], ()) and name != "device"
-    ]
+    given = _said(context)
     if given:
         raise USAGE_ERROR(
             f"{given[0]} stands before {context.invoked_subcommand!r}; options of a subcommand "

@@ -141,7 +141,12 @@ AdapterDir = Annotated[
                       "or a shipped one (business)."),
 ]  # fmt: skip
 Device = Annotated[
-    str, typer.Option(metavar="DEVICE", help="Where layers are computed: cpu, cuda, cuda:1.")
+    str,
+    typer.Option(
+        metavar="DEVICE",
+        help="Where layers are computed: auto, cpu, cuda, cuda:1; auto takes CUDA when there is "
+        "some.",
+    ),
 ]
 Threads = Annotated[
     int | None,

@@ -65,10 +65,11 @@ def prepare_job(asked: Asked, ranks: Ranks | None = None) -> Job:
     with err_console.status("reading the model"):
         _quiet_libraries()
         from quant.api import prepare
-        from quant.machine import parse_bytes
+        from quant.machine import chosen_device, parse_bytes
         from quant.mixed_ask import make_gate
         from quant.spill import MemoryLimits
 
+        device = chosen_device(asked.device)
         gpu, host = (None if text is None else parse_bytes(text) for text in asked.limits)
         if asked.threads is not None:
             import torch
@@ -76,9 +77,9 @@ def prepare_job(asked: Asked, ranks: Ranks | None = None) -> Job:
             torch.set_num_threads(asked.threads)
         return prepare(
             asked.model, asked.recipe, asked.calib or None, asked.out, strict=asked.strict,
-            device=asked.device, memory=MemoryLimits(gpu_bytes=gpu, host_bytes=host),
+            device=device, memory=MemoryLimits(gpu_bytes=gpu, host_bytes=host),
             overrides=asked.changes, keep_codes=asked.keep_codes,
-            gate=None if asked.gate is None else make_gate(*asked.gate, asked.device),
+            gate=None if asked.gate is None else make_gate(*asked.gate, device),
             ranks=ranks,
         )  # fmt: skip
 

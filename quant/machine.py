@@ -113,6 +113,16 @@ def _calls_per_s(call: Callable[[], object], device: str) -> float:
     return 1 / quickest
 
 
+def chosen_device(asked: str) -> str:
+    """`auto` is `cuda` where torch finds a GPU, else `cpu`; anything else must exist here
+    (PipelineError) and stays as it is."""
+    device = asked
+    if asked == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_device(device)
+    return device
+
+
 def check_device(device: str) -> None:
     """PipelineError unless `device` (`cpu`, `cuda`, `cuda:1`) exists here."""
     try:
@@ -123,8 +133,8 @@ def check_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:60]
         raise PipelineError(
-            f"--device {device}: not usable here ({reason}); expected cpu, or cuda on a machine "
-            "with a GPU and a torch built for it"
+            f"--device {device}: not usable here ({reason}); expected auto, cpu, or cuda on a "
+            "machine with a GPU and a torch built for it"
         ) from error
 
 

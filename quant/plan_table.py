@@ -170,7 +170,8 @@ def _totals(plan: Plan, cost: Estimate, tokens: int, gguf_bytes: int | None) -> 
     grid.add_row("disk", _disk_line(cost))
     if cost.seconds is not None:
         about = "" if cost.seconds < 1 else "about "
-        grid.add_row("time", f"{about}{duration(cost.seconds)} on this machine")
+        where = "GPU" if cost.gpu_bytes else "CPU"
+        grid.add_row("time", f"{about}{duration(cost.seconds)} on this machine's {where}")
     return grid
 
 

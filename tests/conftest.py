@@ -195,7 +195,7 @@ def artifact(
             file.write_text(json.dumps(settings))
             needs_text = method == "gptq" or recipe.get("kv_cache", "none") != "none"
             calib = calibration_file if needs_text else None
-            made[key] = quantize(str(model), file, calib=calib, out=folder / "art")
+            made[key] = quantize(str(model), file, calib=calib, out=folder / "art", device="cpu")
         return made[key]
 
     return make

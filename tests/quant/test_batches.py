@@ -11,7 +11,7 @@ import torch
 from quant import spill
 from quant.artifact.errors import StorageError
 from quant.errors import PipelineError
-from quant.machine import anonymous_bytes, free_memory_bytes, parse_bytes
+from quant.machine import anonymous_bytes, chosen_device, free_memory_bytes, parse_bytes
 from quant.modelling import compute_dtype
 from quant.plan import Plan, make_plan
 from quant.random_model import RandomModel
@@ -28,6 +28,19 @@ def plan_of(shape: str) -> Plan:
         Recipe.parse(RECIPE, "test"), model.module_shapes, 1, model.config,
         source_dtype="bfloat16", is_tied=model.is_tied,
     )  # fmt: skip
+
+
+def test_the_device_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, expected in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=found: found)
+        with monkeypatch.context() as patch:
+            checked: list[str] = []
+            patch.setattr("quant.machine.check_device", checked.append)
+            assert chosen_device("auto") == expected
+            assert checked == [expected]
+    assert chosen_device("cpu") == "cpu"
+    with pytest.raises(PipelineError, match="--device tpu: not usable here"):
+        chosen_device("tpu")
 
 
 def test_a_gpu_takes_larger_batches_unless_the_recipe_says() -> None:

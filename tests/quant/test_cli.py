@@ -182,6 +182,7 @@ def test_several_calibration_files(
         (["frobnicate"], "No such command 'frobnicate'"),
         (["--model", "x"], "give --recipe FILE"),
         (["--recipe", "x", "plan", "--recipe", "y"], "come after it: quantize plan --recipe"),
+        (["--device", "cpu", "plan", "--recipe", "y"], "come after it: quantize plan --device"),
         (["--recipe", "nope.yaml"], "no such file in"),
         (["--recipe", "w4a16.yaml"], "no model: give --model"),
         (["--recipe", "w4a16.yaml", "--model", "nope"], "nope: no such file"),
