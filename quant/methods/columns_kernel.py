@@ -6,6 +6,8 @@ and goes through them in order. Every operation rounds as its torch twin does.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,8 @@ from quant.artifact.layout import code_range
 from quant.methods.columns import KERNEL_COLUMNS, Grid
 
 ROWS = 16
+# As in `runtime.kernels`, which is not known here: Triton 3.10 would no longer fuse.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 @triton.jit

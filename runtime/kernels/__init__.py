@@ -9,3 +9,9 @@ gate       act(gate) * up
 
 Knows no models and no requests.
 """
+
+import os
+
+# Products are fused with the sums they go into. Triton 3.9 warns unless that is said, and 3.10 will
+# not do it; nothing is compiled before the first launch.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
