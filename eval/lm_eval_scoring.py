@@ -73,7 +73,7 @@ class EngineScorer:
         scores: dict[tuple[tuple[int, ...], int], Likelihood] = {}
         for start in range(0, len(unique), SCORED_AT_ONCE):
             part = unique[start : start + SCORED_AT_ONCE]
-            found = self._score([tokens for tokens, _ in part])
+            found = self._score(part)
             for key, score in zip(part, found, strict=True):
                 scores[key] = _likelihood(score, *key)
             advance(len(part))
@@ -98,9 +98,11 @@ class EngineScorer:
         self.num_truncated += len(whole) > self.max_length + 1
         return whole[-(self.max_length + 1) :], len(continuation)
 
-    def _score(self, items: list[tuple[int, ...]]) -> list[Score]:
+    def _score(self, wanted: Sequence[tuple[tuple[int, ...], int]]) -> list[Score]:
+        """Of tokens, how many of them count: those at the end."""
+        items = [ScoreItem(token_ids=ids, num_given=len(ids) - count) for ids, count in wanted]
         try:
-            return self.target.engine.score([ScoreItem(token_ids=tokens) for tokens in items])
+            return self.target.engine.score(items)
         except RequestError as error:
             raise EvaluationError(f"the engine refused to score a request: {error}") from error
 
@@ -187,11 +189,10 @@ class _Answer:
 
 
 def _likelihood(score: Score, tokens: tuple[int, ...], num_scored: int) -> Likelihood:
-    nll = score.nll[-num_scored:]
-    total = math.fsum(nll)
+    total = math.fsum(score.nll)
     if not math.isfinite(total):
         raise EvaluationError(
             "the engine gave NaN or Inf for a request's log-likelihood; nothing can be measured"
         )
-    is_greedy = score.top1[-num_scored:] == list(tokens[-num_scored:])
+    is_greedy = score.top1 == list(tokens[-num_scored:])
     return Likelihood(logprob=-total, is_greedy=is_greedy)

@@ -106,29 +106,28 @@ class EngineTarget:
         """Log-likelihoods of the choices, the choices of a few prompts together."""
         answers: list[Answer] = []
         for start in range(0, len(prompts), _CHOSEN_AT_ONCE):
-            for prompt, found in zip(*self._chosen(prompts, start), strict=True):
-                scores = [
-                    -sum(nll[-len(choice) :])
-                    for nll, choice in zip(found, prompt.choices, strict=True)
-                ]
-                answers.append(Answer(token_ids=(), finish="stop", choice_logprobs=tuple(scores)))
+            for found in self._chosen(prompts, start):
+                scores = tuple(-sum(nll) for nll in found)
+                answers.append(Answer(token_ids=(), finish="stop", choice_logprobs=scores))
                 keep(len(answers) - 1, answers[-1])
                 advance(1)
         return answers
 
-    def _chosen(
-        self, prompts: Sequence[Prompt], start: int
-    ) -> tuple[list[Prompt], list[list[list[float]]]]:
-        """The next few prompts, and per choice of each the NLL of prompt and choice."""
+    def _chosen(self, prompts: Sequence[Prompt], start: int) -> list[list[list[float]]]:
+        """Of the next few prompts, per choice, the NLL of its tokens."""
         part = list(prompts[start : start + _CHOSEN_AT_ONCE])
-        items = [ScoreItem(token_ids=(*p.token_ids, *c)) for p in part for c in p.choices]
+        items = [
+            ScoreItem(token_ids=(*p.token_ids, *c), num_given=len(p.token_ids))
+            for p in part
+            for c in p.choices
+        ]
         try:
             scores = iter(self.engine.score(items))
         except RequestError as error:
             raise EvaluationError(
                 f"the engine refused one of prompts {start} to {start + len(part) - 1}: {error}"
             ) from error
-        return part, [[next(scores).nll for _ in prompt.choices] for prompt in part]
+        return [[next(scores).nll for _ in prompt.choices] for prompt in part]
 
     def _add(self, index: int, prompt: Prompt) -> None:
         how = {"temperature": 0.0} if prompt.draw is None else asdict(prompt.draw)

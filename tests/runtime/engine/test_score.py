@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scripted_engine import VOCAB, assert_idle, hashed_logits, make_engine, prompt_of, request, run
 
+from runtime.engine.batch import Piece
 from runtime.engine.score import ScoreItem, divergence
 from runtime.request import RequestError
 
@@ -58,6 +62,67 @@ def test_scoring_neither_reads_nor_fills_the_prefix_cache() -> None:
     hits = engine.stats().prefix_hits_total
     engine.score([ScoreItem(token_ids=text)])
     assert engine.stats().prefix_hits_total == hits
+
+
+def choices_of(seed: int, given: int, counts: tuple[int, ...]) -> list[ScoreItem]:
+    """Items that go on from the same context; every other one with a reference."""
+    context = prompt_of(seed, given)
+    return [
+        ScoreItem(
+            token_ids=(*context, *prompt_of(100 * seed + i, count)),
+            num_given=given,
+            reference=reference(count + 1, i) if i % 2 else None,
+        )
+        for i, count in enumerate(counts)
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 70), st.lists(st.integers(1, 40), min_size=1, max_size=5)),
+        min_size=1,
+        max_size=5,
+    ),
+    chunk=st.sampled_from([9, 32, 512]),
+    num_blocks=st.integers(7, 24),
+    limit=st.integers(1, 8),
+)
+def test_a_context_is_read_once_and_changes_nothing(
+    groups: list[tuple[int, list[int]]], chunk: int, num_blocks: int, limit: int
+) -> None:
+    """Also where contexts that are held leave no room for what goes on from them."""
+    items = [
+        item
+        for seed, (given, counts) in enumerate(groups)
+        for item in choices_of(seed, given, tuple(counts))
+    ]
+    engine = make_engine(chunk=chunk, num_blocks=num_blocks, max_num_seqs=limit)
+    for item, score in zip(items, engine.score(items), strict=True):
+        values = expected_values(item.token_ids)[item.num_given - 1 :]
+        scored = item.token_ids[item.num_given :]
+        nll = [-row[token].item() for row, token in zip(values, scored, strict=True)]
+        assert score.nll == pytest.approx(nll, abs=1e-5)
+        assert score.top1 == values.float().argmax(-1).tolist()
+        if item.reference is not None:
+            p = item.reference.double()
+            assert score.kl == pytest.approx((p.exp() * (p - values)).sum(-1).tolist(), abs=1e-5)
+    assert_idle(engine)
+
+
+def test_what_is_read_of_items_with_one_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(num_blocks=24, chunk=512)
+    seen: list[tuple[int, int]] = []
+    inner = engine.runner.forward
+
+    def forward(pieces: Seq[Piece]) -> torch.Tensor:
+        seen.extend((len(piece.tokens), len(piece.wanted)) for piece in pieces)
+        return inner(pieces)
+
+    monkeypatch.setattr(engine.runner, "forward", forward)
+    engine.score(choices_of(1, 40, (3, 3, 3, 3)))
+    # Blocks of 16: 32 of the 40 given tokens are shared, and the last token is never computed.
+    assert sorted(seen, reverse=True) == [(42, 3), *[(10, 3)] * 3]
 
 
 def test_no_slice_of_logits_is_larger_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +176,11 @@ def test_non_finite_logits_are_told_not_hidden() -> None:
         (ScoreItem(token_ids=(1, VOCAB)), "item 1 holds 50; token ids are integers from 0 to 49"),
         (ScoreItem(token_ids=(1, -1)), "item 1 holds -1"),
         (ScoreItem(token_ids=tuple([1] * 386)), "item 1 has 386 tokens.*pool 384"),
+        (
+            ScoreItem(token_ids=(1, 2), num_given=2),
+            "item 1 gives 2 of its 2 tokens; expected 1 to 1",
+        ),
+        (ScoreItem(token_ids=(1, 2), num_given=0), "item 1 gives 0 of its 2 tokens"),
         (ScoreItem(token_ids=(1, 2), reference=torch.zeros(2, VOCAB)), r"expected \(1, 50\)"),
     ],
 )
