@@ -10,6 +10,7 @@ import torch
 from eval.amounts import Amounts
 from eval.answer_log import Generate, engine_build
 from eval.cache import Cache
+from eval.coverage import require_covered
 from eval.errors import EvaluationError
 from eval.evaluation import BaseFacts, Numerics
 from eval.gate_spec import LoadedGates, load_gates
@@ -108,6 +109,7 @@ def open_all(job: Job, progress: Progress) -> Opened:
     text = TextProcessor.load(job.artifact)
     progress.advance(1)
     workload = prepare(suite, text, job.amounts)
+    require_covered(gates.spec, workload.windows, workload.items)
     cache = Cache(job.cache)
     base_template = _read_alike(workload, text, checkpoint, cache)
     server = ServerTarget(job.against, text, artifact.digest) if job.against else None

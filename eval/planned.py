@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 
-from eval.checks.base import Reply
 from eval.checks.catalogue import TASK_METRICS
-from eval.checks.registry import score_reply
+from eval.coverage import domains_of, metrics_of, missing
 from eval.errors import UsageError
 from eval.gate_spec import METRICS, GateSpec, StratumRule, load_gates
 from eval.metrics.lengths import ENOUGH, length_bucket
@@ -164,22 +163,16 @@ def _count(suite: Suite, num_items: int, lengths: _Lengths | None) -> Counts:
     """
     counts: dict[str, Counter[str]] = {}
     for item in suite.pick(num_items, seed=0):
-        strata = ["", f"source:{item.source}", f"lang:{item.lang}"]
+        strata = ["", *domains_of(item)]
         if lengths is not None:
             strata.append(lengths.stratum(item))
-        for metric in (ANY, *_measured(item)):
+        for metric in (ANY, *metrics_of(item)):
             counts.setdefault(metric, Counter()).update(strata)
     have = min(suite.largest_file, num_items)
     return {
         metric: {stratum: n * num_items // have for stratum, n in found.items()}
         for metric, found in counts.items()
     }
-
-
-def _measured(item: TaskItem) -> tuple[str, ...]:
-    """The metrics that an answer to this item has a value of."""
-    scored = score_reply(Reply(text="", raw="", finish="error"), item.checks)
-    return (*scored.values, *scored.signals)
 
 
 def _rules(spec: GateSpec) -> Iterator[tuple[str, str, StratumRule]]:
@@ -242,6 +235,12 @@ def _unmeasured(spec: GateSpec, counts: Counts) -> Iterator[str]:
             f"No item of the suite has a check for {', '.join(names)}: evaluate will not judge "
             "under this gates file. Leave the rule out or give it `if_measured: true`."
         )
+    for name, rule in spec.metrics.items():
+        for stratum in missing(rule.strata, set(counts[name])) if name in counts else ():
+            yield (
+                f"No item with {METRICS[name].label} is in {stratum}: evaluate will not judge "
+                "under this gates file."
+            )
 
 
 def _on_lengths(

@@ -119,7 +119,7 @@ def _review_record(data: Mapping[str, Any]) -> ReviewRecord:
     return ReviewRecord(
         verdict=review["verdict"],
         required=is_demanded(data),
-        num_raters=len(review["raters"]),
+        num_raters=sum(rater["standing"] != "failed" for rater in review["raters"]),
         num_requests=review["num_rated"],
         preference=preference.get("estimate"),
         preference_low=preference.get("lower"),

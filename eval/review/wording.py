@@ -33,7 +33,7 @@ def headline(review: Review) -> str:
         return f"{missing} of {review.num_packed} requests have no rating that counts"
     net, faults = review.preference.net, review.faults
     return (
-        f"{_many(review.num_rated, 'request')}, {_many(len(review.raters), 'rater')}: net "
+        f"{_many(review.num_rated, 'request')}, {raters(review)}: net "
         f"preference {percent(net.estimate)} [{percent(net.lower)}, {percent(net.upper)}], "
         f"{_many(faults.num_new, 'new critical fault')} (at most {faults.new.upper:.1%})"
     )
@@ -57,8 +57,15 @@ def scope(review: Review) -> str:
     return (
         f"{review.num_rated} of {review.num_packed} packed requests rated, drawn from "
         f"{review.num_differing} that the models answered differently, of {review.num_requests} "
-        f"in all; {_many(len(review.raters), 'rater')}."
+        f"in all; {raters(review)}."
     )
+
+
+def raters(review: Review) -> str:
+    """How many raters count, and how many do not."""
+    failed = sum(rater.standing == "failed" for rater in review.raters)
+    counted = _many(len(review.raters) - failed, "rater")
+    return f"{counted} ({failed} more failed the controls)" if failed else counted
 
 
 def counts(review: Review) -> list[str]:

@@ -61,10 +61,10 @@ class Numerics(BaseModel):
 class ReviewRecord(BaseModel):
     """Layer 3: what people who compared the answers blind found.
 
-    verdict: "pending" where the gates demand a review that nobody finished. preference: net share
-    of requests in which people prefer the candidate; critical: share in which it alone is
-    critically at fault; each with its one-sided bounds, None while pending. The digests name the
-    pack that was rated and the answers it was drawn from.
+    verdict: "pending" where the gates demand a review that nobody finished. num_raters: those whose
+    ratings count. preference: net share of requests in which people prefer the candidate; critical:
+    share in which it alone is critically at fault; each with its one-sided bounds, None while
+    pending. The digests name the pack that was rated and the answers it was drawn from.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

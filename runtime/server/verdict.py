@@ -95,5 +95,14 @@ def refuse_unless_accepted(stamp: Stamp | None, path: Path) -> None:
         why = deciding(stamp).rstrip(".")
         raise ConfigError(
             f"--require-accepted: the verdict on this artifact is {stamp.verdict}: {why}. "
-            f"For the full report run: evaluate {path}"
+            f"{_way_out(stamp, path)}"
         )
+
+
+def _way_out(stamp: Stamp, path: Path) -> str:
+    if stamp.verdict == "inconclusive" and stamp.review is not None and stamp.review.required:
+        return (
+            "The report of its evaluation says what comes next; where only people are missing: "
+            "evaluate review score PACK --evaluation DIR"
+        )
+    return f"The report of its evaluation says more; to judge again, run: evaluate {path}"

@@ -77,7 +77,8 @@ def review_data(verdict: str = "accepted", **changes: Any) -> dict[str, Any]:
         "rules": {"margin": 0.15, "max_critical": 0.03, "confidence": 0.95},
         "pack": {"sha256": "bb" * 32}, "num_rated": 150, "num_packed": 150, "num_differing": 180,
         "num_requests": 200,
-        "raters": [{"rater": "Ann", "standing": "passed"}, {"rater": "Bob", "standing": "passed"}],
+        "raters": [{"rater": "Ann", "standing": "passed"}, {"rater": "Bob", "standing": "passed"},
+                   {"rater": "Cy", "standing": "failed"}],
         "preference": {"net": {"estimate": -0.02, "lower": -0.08, "upper": 0.04}},
         "faults": {"new": {"estimate": 0.0, "lower": 0.0, "upper": 0.018}},
         "answers": [

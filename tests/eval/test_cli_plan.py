@@ -79,7 +79,8 @@ def test_only_items_with_a_metrics_check_count_for_it(
     (suite / "law.jsonl").write_text("\n".join(map(json.dumps, [*laws, *dialogs])) + "\n")
     gates.write_text(
         "version: 1\nmetrics:\n"
-        "  normalised_match: {max_drop: 0.1, strata: {'source:*': {max_drop: 0.2}}}\n"
+        "  normalised_match: {max_drop: 0.1, strata: {'source:*': {max_drop: 0.2},"
+        " 'lang:de': {max_drop: 0.2}}}\n"
         "  dialog_state: {max_drop: 0.1, if_measured: true}\n"
         "  code_parses: {max_drop: 0.1, if_measured: true}\n"
         "  schema_valid: {max_drop: 0.1}\n"
@@ -89,7 +90,9 @@ def test_only_items_with_a_metrics_check_count_for_it(
     made = json.loads(out)
     sizes = {row["label"]: row["ability"]["num_items"] for row in made["metrics"]}
     assert sizes == {"Normalised match": 6, "Dialog state": 4}
-    assert "No item of the suite has a check for Schema valid" in " ".join(made["remarks"])
+    remarks = " ".join(made["remarks"])
+    assert "No item of the suite has a check for Schema valid" in remarks
+    assert "No item with Normalised match is in lang:de: evaluate will not judge" in remarks
 
 
 def test_a_report_brings_its_discordance(plan: Callable[..., Any], tmp_path: Path) -> None:

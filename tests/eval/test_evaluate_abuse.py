@@ -67,6 +67,31 @@ def test_each_exit_code(
 
 
 @pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("code_parses: {max_drop: 0.1}", "code_parses, but no item of the suite has"),
+        ("json_valid: {max_drop: 0.1, strata: {'lang:de': {max_drop: 0.1}}}",
+         "json_valid in lang:de, but no such items are asked; there are: lang:en, lang:zh"),
+        ("kl_mean: {max: 0.1, strata: {'genre:*': {max: 0.1}}}", "kl_mean in genre:*, but no such"),
+    ],
+)  # fmt: skip
+def test_rules_with_nothing_to_judge_are_refused_before_a_model_is_loaded(
+    dense: Path,
+    call: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr("eval.opening.EngineTarget", lambda *_: 1 / 0)
+    gates = tmp_path / "gates.yaml"
+    gates.write_text(f"version: 1\nmetrics:\n  top1_agreement: {{min: 0.9}}\n  {rule}\n")
+    code, _, error = call(dense, "--no-stamp", "--gates", gates)
+    assert code == 4
+    assert said in " ".join(error.split())
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--seed", "-1"), "--seed is -1; expected at least 0"),

@@ -18,6 +18,7 @@ from eval.review.rules import Rules
 from eval.review.score import Review, score
 from eval.review.unseal import check_rater
 from eval.review.weighted import effective_size, share_bounds
+from eval.review.wording import headline
 from eval.stats import clopper_pearson_lower, clopper_pearson_upper
 
 
@@ -274,6 +275,7 @@ def test_who_guesses_fails_the_controls_and_does_not_count() -> None:
     assert with_ann.preference is not None
     assert with_ann.preference.net.estimate == 0
     assert with_ann.agreement.num_items == 100
+    assert "100 requests, 1 rater (1 more failed the controls): net" in headline(with_ann)
 
 
 def test_controls_one_by_one() -> None:
