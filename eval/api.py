@@ -14,7 +14,7 @@ from eval.errors import EvaluationError, UsageError
 from eval.evaluation import Evaluation
 from eval.gate import Verdict
 from eval.opening import Job
-from eval.places import check_out
+from eval.places import beside, check_out
 from eval.progress import Progress, Silent
 from eval.runner import weigh
 from eval.targets.server import DEFAULT_CONCURRENCY, Service
@@ -240,7 +240,7 @@ def run(
 ) -> Written:
     """Weigh, then write: the report first, the stamp last. Nothing is written when it fails."""
     artifact = job.artifact.resolve()
-    folder = out or artifact.with_name(f"{artifact.name}-evaluation")
+    folder = out or beside(artifact, "-evaluation")
     stamp = stamp and job.against is None  # how a server computes is not known well enough
     _check_places(artifact, folder, stamp=stamp)
     try:

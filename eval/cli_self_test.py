@@ -28,7 +28,7 @@ from eval.cli_options import (
     WindowTokens,
     engine_config,
 )
-from eval.places import check_out
+from eval.places import beside, check_out
 
 if TYPE_CHECKING:
     from eval.self_test import SelfTest
@@ -132,8 +132,7 @@ def command(
 
 def _default_out(artifact: Path | None, base: str | None) -> Path:
     if artifact is not None:
-        folder = artifact.resolve()
-        return folder.with_name(f"{folder.name}-self-test")
+        return beside(artifact, "-self-test")
     return Path(f"{Path(base or '').name}-self-test")
 
 

@@ -12,6 +12,14 @@ from pathlib import Path
 from eval.errors import UsageError
 
 
+def beside(folder: Path, ending: str) -> Path:
+    """FOLDER's neighbour of that name and `ending`; below the working directory a relative path, as
+    one would type it."""
+    place = folder.resolve()
+    found, here = place.with_name(f"{place.name}{ending}"), Path.cwd()
+    return found.relative_to(here) if found.is_relative_to(here) else found
+
+
 def check_out(folder: Path) -> None:
     """UsageError unless results may go to `folder`, which need not be there yet."""
     place = folder.resolve()

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from eval.errors import UsageError
-from eval.places import check_out, write_files
+from eval.places import beside, check_out, write_files
 from eval.review import render
 from eval.review.draw import Draw, draw
 from eval.review.pack import (
@@ -125,8 +125,7 @@ def score_pack(pack: Path, *, key: Path | None, out: Path | None) -> tuple[Revie
     opened = open_pack(pack)
     unsealed = open_key(key or key_path(pack), opened)
     review = score(unsealed, opened.info.rules, read_all(opened))
-    place = pack.resolve()
-    folder = out or place.with_name(f"{place.name}-review")
+    folder = out or beside(pack, "-review")
     check_out(folder)
     write_files(_files(review, opened, unsealed), folder)
     return review, folder

@@ -28,6 +28,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eval.errors import EvaluationError, UsageError
+from eval.places import beside
 from eval.review.controls import plant
 from eval.review.draw import Draw, Drawn
 from eval.review.rules import Rules
@@ -129,8 +130,7 @@ class Origin:
 
 def key_path(pack: Path) -> Path:
     """Where the key of a pack is unless said otherwise: beside it."""
-    place = pack.resolve()
-    return place.with_name(f"{place.name}.key.json")
+    return beside(pack, ".key.json")
 
 
 def seal(draw: Draw, out: Path, origin: Origin, *, rules: Rules, redact: bool) -> Path:

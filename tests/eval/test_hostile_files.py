@@ -19,7 +19,7 @@ from eval.checks.registry import read_checks, score_reply
 from eval.errors import GateSpecError, SuiteError, TargetError, UsageError
 from eval.gate_spec import load_gates
 from eval.joining import join
-from eval.places import check_out, write_files
+from eval.places import beside, check_out, write_files
 from eval.reading import read_report
 from eval.redaction import redacted
 from eval.report import pages
@@ -299,3 +299,14 @@ def test_a_suite_still_loads(tmp_path: Path) -> None:
     write_rows(tmp_path / "text.jsonl", [document_row(1)])
     write_rows(tmp_path / "tasks.jsonl", [item_row(n) for n in range(3)])
     assert len(load_suite(tmp_path).items) == 3
+
+
+def test_what_lies_beside_is_called_as_one_would_type_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "art").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in (Path("art"), Path("./art/"), tmp_path / "art"):
+        assert beside(name, "-evaluation") == Path("art-evaluation")
+    monkeypatch.chdir(tmp_path / "art")
+    assert beside(Path(), "-evaluation") == tmp_path / "art-evaluation"
