@@ -69,7 +69,9 @@ def command(
     ] = None,
     windows: Windows = 10,
     window_tokens: WindowTokens = 96,
-    budget: Annotated[int, typer.Option(metavar="N", help="Measurements at most.")] = 48,
+    budget: Annotated[
+        int, typer.Option(metavar="N", help="Measurements, and a few more to finish.")
+    ] = 48,
     device: Device = DeviceKind.auto,
     dtype: DType = ComputeKind.auto,
     kv_cache_dtype: KVCacheDType = KVKind.auto,

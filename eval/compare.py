@@ -119,8 +119,13 @@ def compare(
                     left_out.append(one)
                 else:
                     found.append(one)
+    if left_out and not found:
+        raise EvaluationError("no metric can be compared: " + "; ".join(left_out))
     if not found:
-        raise EvaluationError("no metric can be compared: " + ("; ".join(left_out) or "none asked"))
+        known = {name for samples in base.tasks.values() for s in samples for name in s.values}
+        raise UsageError(
+            f"no metric of that name was measured; there are {', '.join(sorted(known)) or 'none'}"
+        )
     metrics = _with_alarms(found)
     return Comparison(
         base=base,

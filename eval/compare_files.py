@@ -81,17 +81,16 @@ def read_run(folder: Path, wanted: Callable[[str], bool] = lambda _: True) -> Ru
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; expected what --log-samples wrote")
-    newest: dict[str, tuple[str, Path]] = {}
-    for path in sorted(folder.rglob("samples_*.jsonl")):
-        if (match := _SAMPLES.fullmatch(path.name)) and wanted(match["task"]):
-            newest[match["task"]] = max(
-                newest.get(match["task"], ("", path)), (match["date"], path)
-            )
+    newest = _newest(folder)
     if not newest:
         raise UsageError(
-            f"{folder} holds no samples_TASK_DATE.jsonl"
-            + (" of the tasks asked for" if any(folder.rglob("samples_*.jsonl")) else "")
-            + "; run lm-eval with --log_samples, or evaluate lm-eval with --log-samples"
+            f"{folder} holds no samples_TASK_DATE.jsonl; run lm-eval with --log_samples, or "
+            "evaluate lm-eval with --log-samples"
+        )
+    known, newest = sorted(newest), {task: of for task, of in newest.items() if wanted(task)}
+    if not newest:
+        raise UsageError(
+            f"{folder} holds no samples of the tasks asked for; there are {', '.join(known)}"
         )
     places = {path.parent for _, path in newest.values()}
     if len(places) > 1:
@@ -108,6 +107,16 @@ def read_run(folder: Path, wanted: Callable[[str], bool] = lambda _: True) -> Ru
         higher_is_better=results.get("higher_is_better") or {},
         facts=_facts(results),
     )
+
+
+def _newest(folder: Path) -> dict[str, tuple[str, Path]]:
+    """The date and place of each task's newest samples."""
+    newest: dict[str, tuple[str, Path]] = {}
+    for path in sorted(folder.rglob("samples_*.jsonl")):
+        if match := _SAMPLES.fullmatch(path.name):
+            task, date = match["task"], match["date"]
+            newest[task] = max(newest.get(task, ("", path)), (date, path))
+    return newest
 
 
 def _results(place: Path) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def _examples(m: MetricComparison, pairs: tuple[Pair, ...]) -> Iterator[str]:
         values = [side.values[m.metric] for side in (pair.base, pair.candidate)]
         lines = [
             f"    doc_id {pair.base.doc_id}: {values[0]} -> {values[1]}",
-            f"    asked:  ...{_one_line(pair.base.prompt[-_SHOWN_CHARS:])}",
+            f"    asked:  {_end(pair.base.prompt)}",
             f"    right:  {_short(pair.base.target)}",
             f"    A said: {_short(pair.base.answer)}",
             f"    B said: {_short(pair.candidate.answer)}",
@@ -123,6 +123,11 @@ def _examples(m: MetricComparison, pairs: tuple[Pair, ...]) -> Iterator[str]:
 def _short(text: str) -> str:
     line = _one_line(text)
     return line if len(line) <= _SHOWN_CHARS else line[:_SHOWN_CHARS] + "..."
+
+
+def _end(text: str) -> str:
+    cut = "..." if len(text) > _SHOWN_CHARS else ""
+    return cut + _one_line(text[-_SHOWN_CHARS:])
 
 
 def _one_line(text: str) -> str:

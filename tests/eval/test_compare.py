@@ -244,6 +244,7 @@ def test_the_command_says_what_was_lost_and_writes_both_files(
     assert "64 lost and 1 gained of 400 items" in out
     assert "Lost: 64 (doc_id 0, 1, 2" in out
     assert "right:  right 0" in out
+    assert "asked:  ..." not in out
     assert (tmp_path / "cmp" / "compare.md").read_text().strip() == out.strip()
 
     def refuse(constant: str) -> float:
@@ -268,6 +269,8 @@ def test_the_command_says_what_was_lost_and_writes_both_files(
         (["A", "gone"], 2, "gone is not a folder"),
         (["A", "empty"], 2, "holds no samples_TASK_DATE.jsonl"),
         (["A", "A", "--tasks", "intent,nope"], 2, "--tasks: nope cannot be compared here"),
+        (["A", "A", "--tasks", "nope"], 2, "no samples of the tasks asked for; there are intent"),
+        (["A", "A", "--metrics", "f9"], 2, "no metric of that name was measured; there are acc"),
         (["A", "A", "--metrics", "acc,f9"], 2, "--metrics: f9 cannot be compared here"),
         (["A", "A", "--margin", "2"], 2, "--margin is 2"),
         (["A", "A", "--confidence", "0.4"], 2, "--confidence is 0.4"),
