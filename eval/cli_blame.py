@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from eval.blame_run import Blamed, BlameJob
 
 NAME = "blame"
+_SHARED_OUT = "Bits for each module by what it loses: quantize --recipe mixed-auto.yaml --until-accepted GATES"
 HELP = (
     "Name the layers that carry an artifact's loss.\n\n"
     "Weights are put back to the original ones, half of the layers at a time, then a quarter, down "
@@ -171,7 +172,8 @@ def _outcome(found: Blamed) -> list[str]:
     if not blame.culprits:
         return [
             f"No module wins back a noticeable share by itself ({blame.num_measured} "
-            "measurements): the loss is spread. Give all of it more bits, or a better method."
+            "measurements): the loss is spread. Give all of it more bits, or a better method.",
+            _SHARED_OUT,
         ]
     lines = [
         f"All of these put back: {blame.restored:.4f} nats (target {blame.target:.4f}), in "
@@ -180,9 +182,10 @@ def _outcome(found: Blamed) -> list[str]:
     if found.with_8_bits is not None:
         lines.append(f"At 8 bits instead: {found.with_8_bits:.4f} nats")
     if not blame.is_fixed:
-        lines.append(
-            "That is not enough: the rest is spread over other modules, or --budget was used up."
-        )
+        lines += [
+            "That is not enough: the rest is spread over other modules, or --budget was used up.",
+            _SHARED_OUT,
+        ]
     if found.overrides:
         lines += ["", "For the recipe (entries go to the end of its overrides):", "",
                   found.overrides.rstrip()]  # fmt: skip
