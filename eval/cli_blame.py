@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from eval.blame_run import Blamed, BlameJob
 
 NAME = "blame"
-_SHARED_OUT = "Bits for each module by what it loses: quantize --recipe mixed-auto.yaml --until-accepted GATES"
+_SHARED_OUT = (
+    "Bits for every module by what it loses: quantize --recipe mixed-auto.yaml --max-kl NATS, or "
+    "--until-accepted GATES"
+)
 HELP = (
     "Name the layers that carry an artifact's loss.\n\n"
     "Weights are put back to the original ones, half of the layers at a time, then a quarter, down "
