@@ -327,10 +327,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = _fail("interrupted; nothing was judged and no stamp was written", INTERRUPTED)
     except Exception as error:
-        # Python would end with 1, which says "rejected".
-        traceback.print_exc()
-        code = _fail(f"a fault of evaluate itself, please report it: {error!r}", 4)
+        code = _fault(error)
     sys.exit(code)
+
+
+def _fault(error: Exception) -> int:
+    """What nobody foresaw. Python would end with 1, which says "rejected"."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, of a card; torch is not imported here
+        found = str(error).partition(". ")[0]
+        advice = "free it, use a smaller --window-tokens, or pass --device cpu"
+        return _fail(f"the card is out of memory ({found}); {advice}", 4)
+    traceback.print_exc()
+    return _fail(f"a fault of evaluate itself, please report it: {error!r}", 4)
 
 
 def _usage(error: Any) -> int:

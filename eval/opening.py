@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,9 +13,10 @@ from eval.cache import Cache
 from eval.coverage import require_covered
 from eval.errors import EvaluationError
 from eval.evaluation import BaseFacts, Numerics
+from eval.fitting import CARD_SHARE, fit
 from eval.gate_spec import LoadedGates, load_gates
 from eval.leakage import LeakageCheck, check_leakage
-from eval.preflight import open_judgeable, source_of
+from eval.preflight import artifact_facts, open_judgeable, source_of
 from eval.progress import Progress
 from eval.suites import Suite, load_suite
 from eval.targets.checkpoint import Checkpoint, locate
@@ -36,6 +37,7 @@ from eval.workload import (
 )
 from quant.artifact.artifact import Artifact
 from runtime.config import EngineConfig
+from runtime.engine.resolve import device_of
 from runtime.text import TextProcessor
 
 
@@ -114,10 +116,11 @@ def open_all(job: Job, progress: Progress) -> Opened:
     base_template = _read_alike(workload, text, checkpoint, cache)
     server = ServerTarget(job.against, text, artifact.digest) if job.against else None
     progress.advance(1)
-    candidate = EngineTarget(job.artifact, job.engine)
-    _check_room(workload, candidate.max_tokens)
+    # The base first: the engine takes what is left of a card for its KV.
+    reference = load_reference(checkpoint, artifact, job.engine, cache)
     progress.advance(1)
-    reference = ReferenceTarget(checkpoint, device=candidate.engine.resolved.device, cache=cache)
+    candidate = EngineTarget(job.artifact, beside_reference(job.engine))
+    _check_room(workload, candidate.max_tokens)
     progress.advance(1)
     base = BaseFacts(
         name=checkpoint.name,
@@ -144,6 +147,21 @@ def open_all(job: Job, progress: Progress) -> Opened:
         base=base,
         leakage=leakage,
     )
+
+
+def load_reference(
+    checkpoint: Checkpoint, artifact: Artifact, engine: EngineConfig, cache: Cache
+) -> ReferenceTarget:
+    """The base, on the engine's device, in what fits beside the artifact there."""
+    device = device_of(engine, torch.cuda.is_available(), {})
+    facts = artifact_facts(artifact)
+    chosen = fit(facts.dense_bytes // 2, facts.stored_bytes, device)
+    return ReferenceTarget(checkpoint, device=device, cache=cache, fit=chosen)
+
+
+def beside_reference(engine: EngineConfig) -> EngineConfig:
+    """The engine with room for the base's answers beside it on a card."""
+    return replace(engine, gpu_memory_utilization=CARD_SHARE)
 
 
 def _levels(

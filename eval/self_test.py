@@ -28,7 +28,7 @@ from eval.gate_spec import GateSpec, LoadedGates, load_gates
 from eval.measurement import Measurement
 from eval.metrics import answers, divergence, drift
 from eval.noise import measure_noise
-from eval.opening import Job, Opened, open_all
+from eval.opening import Job, Opened, beside_reference, open_all
 from eval.preflight import open_judgeable, source_of
 from eval.progress import Progress
 from eval.runner import ask_base, pair, score_windows
@@ -270,7 +270,9 @@ def _weight_row(bench: _Bench, defect: WeightDefect, progress: Progress) -> Row:
     out = bench.work / defect.name
     damaged = write_damaged(bench.sound, out, defect.change(num_layers(bench.sound)))
     progress.advance(1)
-    verdict = _weigh(bench, EngineTarget(damaged.path, bench.job.engine), progress)
+    verdict = _weigh(
+        bench, EngineTarget(damaged.path, beside_reference(bench.job.engine)), progress
+    )
     damaged.reader.close()
     shutil.rmtree(out)
     return defect_row(

@@ -30,14 +30,14 @@ class BatchLimits:
     tokens: int
 
 
-def limits_of(config: Any, device: str) -> BatchLimits:
-    """What a batch of this model may be. config: a transformers one; the cache is float32.
+def limits_of(config: Any, device: str, dtype: torch.dtype = torch.float32) -> BatchLimits:
+    """What a batch of this model may be. config: a transformers one. dtype: of the cache.
 
     A card gives an eighth of all its memory, so that the limit is the same in every run on it.
     """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * 4 * config.num_hidden_layers * heads * width
+    token_bytes = 2 * dtype.itemsize * config.num_hidden_layers * heads * width
     if torch.device(device).type != "cuda":
         return BatchLimits(rows=_CPU_ROWS, tokens=_CPU_BYTES // token_bytes)
     memory = torch.cuda.get_device_properties(device).total_memory

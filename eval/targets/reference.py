@@ -1,4 +1,4 @@
-"""ReferenceTarget: the base model in transformers, float32: the independent witness.
+"""ReferenceTarget: the base model in transformers, float32 where it fits: the independent witness.
 
 Its tokenizer comes from the checkpoint itself, so that base and artifact can be compared. What it
 says is kept in the cache: answers as token ids, and per window the final hidden states, from which
@@ -23,6 +23,7 @@ from transformers import DynamicCache
 
 from eval.cache import Cache
 from eval.errors import TargetError
+from eval.fitting import Fit
 from eval.targets.base import Advance, Answer, Finish, Prompt
 from eval.targets.batching import batches, limits_of
 from eval.targets.checkpoint import Checkpoint
@@ -32,7 +33,9 @@ from runtime.request import SamplingParams
 
 
 class ReferenceTarget:
-    """A base model. Loading is lazy: with everything in the cache only the head is used.
+    """A base model. With everything in the cache only its head computes.
+
+    `fit` is what it computes in; None is float32.
 
     Attributes:
         description: how it computes and what the weights were stored as.
@@ -40,14 +43,18 @@ class ReferenceTarget:
         limits: how many prompts are answered together.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, device: str, cache: Cache) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, *, device: str, cache: Cache, fit: Fit | None = None
+    ) -> None:
+        fit = fit or Fit(dtype=torch.float32, why="")
         self.digest = checkpoint.digest
-        self.description = f"transformers, float32 on {device}" + _stored_as(checkpoint, cache)
+        self.description = _described(fit, device) + _stored_as(checkpoint, cache)
         self._device = device
+        self._dtype = fit.dtype
         self._cache = cache
-        self._model = _load_model(checkpoint, device)
+        self._model = _load_model(checkpoint, device, fit.dtype)
         self._can_replay: bool | None = None
-        self.limits = limits_of(self._model.config.get_text_config(), device)
+        self.limits = limits_of(self._model.config.get_text_config(), device, fit.dtype)
 
     @property
     def model(self) -> Any:
@@ -188,7 +195,8 @@ class ReferenceTarget:
         return [_trim(tail, p.max_tokens, stop_ids) for tail, p in zip(tails, prompts, strict=True)]
 
     def _key(self, what: str, content: Any) -> list[Any]:
-        return [what, self.digest, self._device, versions(), content]
+        narrow = [] if self._dtype == torch.float32 else [str(self._dtype)]
+        return [what, self.digest, self._device, versions(), content, *narrow]
 
 
 def _asked(prompt: Prompt, stop_ids: Sequence[int]) -> list[Any]:
@@ -256,7 +264,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 def load_weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """config.json's content and all tensors in float32, under checkpoint names; as ReferenceTarget
     computes with them, whatever the file held. Raises TargetError as it does."""
-    model = _load_model(checkpoint, "cpu")
+    model = _load_model(checkpoint, "cpu", torch.float32)
     config = json.loads(model.config.to_json_string(use_diff=False))
     return {**config, "architectures": [type(model).__name__]}, model.state_dict()
 
@@ -271,7 +279,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _load_model(checkpoint: Checkpoint, device: str) -> Any:
+def _load_model(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> Any:
     options: dict[str, Any] = {"use_safetensors": True}
     if checkpoint.gguf_file:
         dequantize = transformers.GgufConfig(dequantize=True)
@@ -281,7 +289,7 @@ def _load_model(checkpoint: Checkpoint, device: str) -> Any:
         with contextlib.redirect_stderr(io.StringIO()), _parsed(checkpoint):
             model, loading = transformers.AutoModelForCausalLM.from_pretrained(
                 str(checkpoint.directory),
-                dtype=torch.float32,
+                dtype=dtype,
                 local_files_only=True,
                 output_loading_info=True,
                 **options,
@@ -323,6 +331,11 @@ def _trim(token_ids: list[int], max_tokens: int, stop_ids: Sequence[int]) -> Ans
 
 def _from_json(value: Any) -> Answer:
     return Answer(token_ids=tuple(value[0]), finish=value[1])
+
+
+def _described(fit: Fit, device: str) -> str:
+    name = str(fit.dtype).removeprefix("torch.")
+    return f"transformers, {name} on {device}" + (f" ({fit.why})" if fit.why else "")
 
 
 def _stored_as(checkpoint: Checkpoint, cache: Cache) -> str:

@@ -87,7 +87,7 @@ def resolve_numerics(
             `deterministic` where no kernel promises it.
     """
     reasons: dict[str, str] = {}
-    device = _device(config, has_cuda, reasons)
+    device = device_of(config, has_cuda, reasons)
     if config.deterministic and (device == "cpu" or not has_triton):
         raise ConfigError(
             f"deterministic: no kernel on {device} promises results that are independent of the "
@@ -195,7 +195,8 @@ def cpu_pool(available_bytes: int) -> PoolFacts:
     return PoolFacts(pool_bytes=share, reason=f"{CPU_POOL_SHARE:.0%} of the memory that is free")
 
 
-def _device(config: EngineConfig, has_cuda: bool, reasons: dict[str, str]) -> str:
+def device_of(config: EngineConfig, has_cuda: bool, reasons: dict[str, str]) -> str:
+    """The device that `config` means here, and why; ConfigError when there is no such one."""
     kind = config.device.split(":")[0]
     if config.device == "auto":
         reasons["device"] = "a CUDA device was found" if has_cuda else "no CUDA device was found"
