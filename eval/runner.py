@@ -126,9 +126,11 @@ def ask(opened: Opened, amounts: Amounts, log: AnswerLog, progress: Progress) ->
     passes = []
     # A choice is answered by likelihood: there is nothing to draw.
     written = replace(workload, items=tuple(i for i in workload.items if not i.choices))
-    for how in _draws(amounts.sampled) if written.items else ():
-        said = ask_base(written, text, reference, stop_ids, progress, how)
-        other = ask_candidate(written, text, opened.levels[-1], log, progress, how)
+    draws = _draws(amounts.sampled) if written.items else []
+    for number, how in enumerate(draws, start=1):
+        which = f", draw {number} of {len(draws)}"
+        said = ask_base(written, text, reference, stop_ids, progress, how, which)
+        other = ask_candidate(written, text, opened.levels[-1], log, progress, how, which)
         passes.append(pair(written, text, said, other))
     return Found(scores=scores, by_level=by_level, passes=passes)
 
@@ -211,13 +213,14 @@ def ask_base(
     stop_ids: Sequence[int],
     progress: Progress,
     draw_of: DrawOf = greedy,
+    which: str = "",
 ) -> list[Asked]:
-    """The base's answers to all items."""
+    """The base's answers to all items. which: the draw, for the progress shown."""
 
     def generate(prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
         return reference.generate(prompts, stop_ids, advance)
 
-    progress.stage("answers of the base", len(workload.items))
+    progress.stage(f"answers of the base{which}", len(workload.items))
     return ask_all(workload, text, generate, reference.choose, progress.advance, draw_of)
 
 
@@ -228,9 +231,10 @@ def ask_candidate(
     log: AnswerLog,
     progress: Progress,
     draw_of: DrawOf = greedy,
+    which: str = "",
 ) -> list[Asked]:
-    """The candidate's answers to all items, written down as they come."""
-    progress.stage(f"answers of the {level.name}", len(workload.items))
+    """The candidate's answers to all items, written down as they come. which: as in ask_base."""
+    progress.stage(f"answers of the {level.name}{which}", len(workload.items))
     generate, choose = log.kept(level.name, level.generate), log.kept(level.name, level.choose)
     return ask_all(workload, text, generate, choose, progress.advance, draw_of)
 

@@ -99,8 +99,9 @@ def show(console: Console, written: Written, *, redact: bool = False) -> None:
         console.print(Text(f"note: {note}", style="dim"))
     if not redact:
         _show_regressions(console, e)
-    console.print("\n[bold]Next[/]")
-    for step in wording.next_steps(e, written.json.parent):
+    if steps := wording.next_steps(e, written.json.parent):
+        console.print("\n[bold]Next[/]")
+    for step in steps:
         console.print(f"  {escape(step)}", soft_wrap=True)
     console.print("\n[bold]Files[/]")
     for what, path in (

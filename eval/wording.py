@@ -22,7 +22,7 @@ WORST = 3
 # What to prepare next when a scheme is rejected: the first entry that begins a label of the
 # artifact's wins.
 _NEXT = (
-    ("w4", "--recipe w8a8.yaml", "8 bits keep far more of the original"),
+    ("w4", "--recipe w8a8.yaml --calib FILE", "8 bits keep far more of the original"),
     ("w8a8", "--recipe w8a16.yaml", "8-bit weights, exact activations"),
     ("fp8", "--recipe w8a16.yaml", "8-bit weights, exact activations"),
 )
@@ -237,10 +237,11 @@ def _flawless(evaluation: Evaluation) -> str:
 
 def next_steps(evaluation: Evaluation, reports: Path) -> list[str]:
     """What to do now, as commands where there is one. reports: the folder of the reports."""
+    is_stamped = "against" not in evaluation.said
     if evaluation.verdict.result == "accepted":
-        return [serve(evaluation.artifact.path)]
+        return [serve(evaluation.artifact.path)] if is_stamped else []
     if evaluation.verdict.measured == "accepted":
-        return _ask_people(reports)
+        return _ask_people(reports, is_stamped=is_stamped)
     if evaluation.verdict.result == "rejected":
         return [*_next_recipe(evaluation), _OWN_DATA]
     return _more_evidence(evaluation)
@@ -251,14 +252,14 @@ def serve(artifact: Path) -> str:
     return f"Serve it: {shlex.join(['runtime', 'serve', str(artifact)])}"
 
 
-def _ask_people(reports: Path) -> list[str]:
-    """Layer 3 as commands."""
+def _ask_people(reports: Path, *, is_stamped: bool) -> list[str]:
+    """Layer 3 as commands. is_stamped: by this evaluation; else a stamp there is another's."""
+    score = ["evaluate", "review", "score", "blind", "--evaluation", str(reports)]
     return [
         f"Draw what people compare: {shlex.join(['evaluate', 'review', 'pack', str(reports)])} "
         "--out blind",
         "Let them compare: evaluate review serve blind",
-        "Complete the verdict: "
-        f"{shlex.join(['evaluate', 'review', 'score', 'blind', '--evaluation', str(reports)])}",
+        f"Complete the verdict: {shlex.join([*score, *([] if is_stamped else ['--no-stamp'])])}",
     ]
 
 

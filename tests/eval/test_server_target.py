@@ -271,6 +271,7 @@ def test_the_same_suite_alone_and_under_load(
             assert report["measurements"][name]["estimate"] == 1
         assert url in report["numerics"]["description"]
         assert not (copy / "gate.json").exists()
+        assert report["next"] == []
 
         def crowded(path: str, body: dict[str, Any]) -> Any:
             said = reply(path, body)
@@ -295,6 +296,15 @@ def test_the_same_suite_alone_and_under_load(
         agreed = report["measurements"]["load_check_agreement"]["estimate"]
         assert 0.5 < agreed < 0.8
         assert any("part at token" in note for note in report["notes"])
+
+        gates = tmp_path / "gates.yaml"
+        gates.write_text(
+            "version: 1\nreview: {required: true}\nmetrics: {top1_agreement: {min: 0.5}}\n"
+        )
+        verdict = evaluate(copy, against=service, concurrency=(6,), gates=gates, **options)
+        assert verdict.exit_code == 3
+        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        assert report["next"][-1].endswith("--no-stamp")
 
 
 def test_a_run_that_failed_half_way_asks_only_for_the_rest(
