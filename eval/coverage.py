@@ -43,7 +43,7 @@ def require_covered(spec: GateSpec, windows: Sequence[Window], items: Sequence[T
             continue
         for pattern in missing(rule.strata, held[name]):
             raise EvaluationError(
-                f"the gates file judges {name} in {pattern}, but no such items are asked; there "
+                f"the gates file judges {name} in {pattern}, but none of that is asked; there "
                 f"are: {', '.join(sorted(held[name]))}"
             )
 
