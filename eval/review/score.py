@@ -12,7 +12,7 @@ requests times the share of differing ones. Knows no file and no page.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
@@ -37,8 +37,8 @@ from eval.stats import (
 
 Result = Literal["accepted", "rejected", "inconclusive", "pending"]
 EXIT_CODES: dict[Result, int] = {"accepted": 0, "rejected": 1, "inconclusive": 3, "pending": 3}
-# With fewer, the bootstrap knows too little of what did not happen to be drawn.
-FEW_DECISIVE = 5
+# With fewer items off the commonest side, the bootstrap knows too little of what was not drawn.
+FEW_OTHERS = 5
 MOST_ITEMS = 20_000
 
 
@@ -221,8 +221,8 @@ def _preference(judged: Sequence[Judged], share: float, rules: Rules) -> Prefere
 def _net(judged: Sequence[Judged], share: float, rules: Rules) -> Interval:
     """The weighted mean of preferences, resampled by document.
 
-    Few decisive items leave the bootstrap too little to draw from: then the exact bounds of how
-    often either side may be preferred hold as well.
+    Where nearly all items go one way the bootstrap has too little to draw from: then the exact
+    bounds of how often another way may be gone hold as well.
     """
     documents: dict[str, list[float]] = {}
     for item in judged:
@@ -234,15 +234,31 @@ def _net(judged: Sequence[Judged], share: float, rules: Rules) -> Interval:
         lambda totals: share * totals[:, 0] / totals[:, 1],
         Sampling(confidence=rules.confidence),
     )
-    if sum(item.preference != 0 for item in judged) >= FEW_DECISIVE:
+    sides = [float(np.sign(item.preference)) for item in judged]
+    common = max((0.0, -1.0, 1.0), key=sides.count)
+    if len(sides) - sides.count(common) >= FEW_OTHERS:
         return found
-    better, worse = (
-        _exact(judged, [sign * item.preference > 0 for item in judged], share, rules.confidence)
-        for sign in (1, -1)
-    )
-    return replace(
-        found, lower=min(found.lower, -worse.upper), upper=max(found.upper, better.upper)
-    )
+    low, high = _reach(judged, sides, common, rules.confidence)
+    return replace(found, lower=min(found.lower, share * low), upper=max(found.upper, share * high))
+
+
+def _reach(
+    judged: Sequence[Judged], sides: Sequence[float], common: float, confidence: float
+) -> tuple[float, float]:
+    """How far the mean of differing requests may reach when as many as can be leave `common`."""
+    weights = [item.entry.weight for item in judged]
+
+    def most(holds: Callable[[float], bool]) -> float:
+        return share_bounds(weights, [holds(side) for side in sides], confidence).upper
+
+    if not common:
+        return -most(lambda side: side < 0), most(lambda side: side > 0)
+    others = most(lambda side: side != common)
+    inside = [item for item, side in zip(judged, sides, strict=True) if side == common]
+    mean = math.fsum(i.entry.weight * i.preference for i in inside)
+    mean /= math.fsum(i.entry.weight for i in inside)
+    reach = (1 - others) * mean - others * common
+    return (reach, mean) if common > 0 else (mean, reach)
 
 
 def _exact(

@@ -72,7 +72,7 @@ def test_each_exit_code(
         ("code_parses: {max_drop: 0.1}", "code_parses, but no item of the suite has"),
         ("json_valid: {max_drop: 0.1, strata: {'lang:de': {max_drop: 0.1}}}",
          "json_valid in lang:de, but none of that is asked; there are: lang:en, lang:zh"),
-        ("kl_mean: {max: 0.1, strata: {'genre:*': {max: 0.1}}}", "kl_mean in genre:*, but none of that"),
+        ("kl_mean: {max: 0.1, strata: {'genre:*': {max: 0.1}}}", "kl_mean in genre:*, but none of"),
     ],
 )  # fmt: skip
 def test_rules_with_nothing_to_judge_are_refused_before_a_model_is_loaded(

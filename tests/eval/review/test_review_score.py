@@ -98,6 +98,21 @@ def test_the_base_is_clearly_preferred() -> None:
     assert (found.result, found.exit_code) == ("rejected", 1)
 
 
+@pytest.mark.parametrize(("count", "outcome"), [(5, "inconclusive"), (6, "fail"), (11, "fail")])
+def test_a_few_that_all_prefer_the_base_are_no_certainty(count: int, outcome: str) -> None:
+    """None of n left that side; as many may as Clopper and Pearson allow: -(1 - u) + u at most."""
+    key = make_key(count)
+    found = score(key, Rules(), [rater(key, lambda n, e: prefer(e, "base"))])
+    assert found.preference is not None
+    net = found.preference.net
+    assert (net.estimate, net.lower) == (-1, -1)
+    assert net.upper == pytest.approx(2 * (1 - 0.05 ** (1 / count)) - 1, abs=1e-9)
+    assert outcomes(found)["preference"] == outcome
+    mirrored = score(key, Rules(), [rater(key, lambda n, e: prefer(e, "candidate"))])
+    assert mirrored.preference is not None
+    assert mirrored.preference.net.lower == pytest.approx(-net.upper)
+
+
 def test_gains_of_the_candidate_count() -> None:
     key = make_key(120)
     kinds = ("candidate", "candidate", "base")
