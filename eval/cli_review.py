@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -113,7 +114,8 @@ def serve(
     # Ctrl-C is how this ends, not how it fails.
     with suppress(KeyboardInterrupt):
         web.make_server(served).run(sockets=[listener])
-    typer.echo(f"Next, when all have rated: evaluate review score {pack}")
+    score = shlex.join(["evaluate", "review", "score", str(pack), "--evaluation"])
+    typer.echo(f"Next, when all have rated: {score} EVALUATION_DIR")
 
 
 @app.command(
@@ -157,8 +159,15 @@ def score(
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"\nFiles: {folder}/review.html, review.md, review.json", markup=False)
     if evaluation is None:
+        console.print(_ALONE, markup=False, soft_wrap=True)
         raise typer.Exit(review.exit_code)
     raise typer.Exit(_join(console, evaluation, folder / "review.json", stamp=stamp))
+
+
+_ALONE = (
+    "No evaluation knows of it yet: --evaluation DIR brings it into the report and the artifact's "
+    "stamp."
+)
 
 
 def _join(console: Console, evaluation: Path, review: Path, *, stamp: bool) -> int:

@@ -53,6 +53,7 @@ def test_pack_rate_score(
     said = " ".join(capsys.readouterr().out.split())
     assert "ACCEPTED: 120 requests, 1 rater: net preference +0.0% [-2.0%, +2.0%]" in said
     assert "0 new critical faults (at most" in said
+    assert "No evaluation knows of it yet: --evaluation DIR" in said
     assert "What this review could have shown: among 0 decisive pairs" in said
     assert sorted(p.name for p in (tmp_path / "found").iterdir()) == [
         "review.html", "review.json", "review.md"
@@ -91,7 +92,7 @@ def test_serving_ends_by_ctrl_c_and_the_key_is_found_from_within(
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, b"")
-    assert b"evaluate review score" in out
+    assert f"evaluate review score {pack} --evaluation EVALUATION_DIR" in out.decode()
     monkeypatch.chdir(pack)
     assert call("score", ".") == 3
     assert (tmp_path / "blind-review" / "review.json").exists()
