@@ -75,6 +75,14 @@ def report(
     console.print(str(place / HTML_NAME), markup=False, soft_wrap=True)
 
 
+# What two runs must have in common, with the option of `runtime bench` that sets it.
+_LOAD = {
+    "concurrency": "--concurrency",
+    "max_tokens": "--max-tokens",
+    "asked_sha256": "--prompt or --prompts, and --temperature",
+}
+
+
 def _speed(bench: Path | None, bench_base: Path | None) -> dict[str, Any]:
     """Both runs of `runtime bench`, which must be comparable."""
     if bench is None:
@@ -83,12 +91,14 @@ def _speed(bench: Path | None, bench_base: Path | None) -> dict[str, Any]:
     if bench_base is None:
         return found
     found["base"] = _bench(bench_base)
-    loads = [run["concurrency"] for run in found.values()]
-    if len(set(loads)) > 1:
-        raise UsageError(
-            f"{bench} had {loads[0]} requests at once and {bench_base} {loads[1]}: speeds under "
-            "different loads cannot be compared; run both with the same --concurrency"
-        )
+    for key, option in _LOAD.items():
+        # Files of an earlier version have only the first of them.
+        loads = [run[key] for run in found.values() if key in run]
+        if len(set(loads)) > 1:
+            raise UsageError(
+                f"{bench} and {bench_base} are of different loads ({key} {loads[0]} and "
+                f"{loads[1]}) and cannot be compared; run both with the same {option}"
+            )
     return found
 
 

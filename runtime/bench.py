@@ -7,6 +7,7 @@ Threads, one connection a request, no retries; the only cap is `concurrency`, an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import threading
@@ -56,6 +57,12 @@ class Load:
     def num_clients(self) -> int:
         return min(self.concurrency, self.num_requests)
 
+    @property
+    def asked_sha256(self) -> str:
+        """Of the prompts and how they are answered; not of how many are sent, or when."""
+        asked = [self.prompts or self.prompt, self.temperature, self.extra]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
     def body(self, number: int) -> dict[str, Any]:
         said: PromptLike = f"({number}) {self.prompt}"
         if self.prompts:
@@ -85,6 +92,7 @@ class Summary:
 
     concurrency: the cap of this side. most_in_flight, mean_in_flight: what it came to. rate: asked
     for, and sent_rate: reached. lag_ms: how late requests were sent. num_prompts: different ones.
+    max_tokens, asked_sha256: of the load, so that runs under other loads are not compared.
     in_one_piece: answers of several tokens that came in one chunk, which have no time per token.
     """
 
@@ -98,6 +106,8 @@ class Summary:
     sent_rate: float
     lag_ms: dict[str, float]
     num_prompts: int
+    max_tokens: int
+    asked_sha256: str
     duration_s: float
     output_tok_s: float
     ttft_ms: dict[str, float]
@@ -243,6 +253,8 @@ def summarize(run: Run, load: Load) -> Summary:
         sent_rate=round((sent - 1) / run.sending_s, 3) if run.sending_s else 0.0,
         lag_ms={**percentiles(lags), "max": round(1000 * max(lags, default=0.0), 3)},
         num_prompts=min(len(load.prompts) or sent, sent),
+        max_tokens=load.max_tokens,
+        asked_sha256=load.asked_sha256,
         duration_s=run.duration_s,
         output_tok_s=sum(outcome.num_tokens for outcome in good) / run.duration_s,
         ttft_ms=percentiles([outcome.ttft_s for outcome in good]),

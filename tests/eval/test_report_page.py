@@ -228,7 +228,7 @@ def bench(folder: Path, name: str, **changes: Any) -> str:
     """A file of `runtime bench --json`."""
     times = {"p50": 20.0, "p90": 30.0, "p99": 40.0, "mean": 22.0}
     run = {"sent": 64, "ok": 64, "concurrency": 16, "output_tok_s": 100.0, "ttft_ms": times,
-           "tpot_ms": times, **changes}  # fmt: skip
+           "tpot_ms": times, "max_tokens": 64, "asked_sha256": "ab", **changes}  # fmt: skip
     path = folder / name
     path.write_text(json.dumps(run))
     return str(path)
@@ -246,7 +246,9 @@ def test_speed_is_what_was_measured(data: dict[str, Any], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"concurrency": 8}, "cannot be compared"),
+        ({"concurrency": 8}, "different loads (concurrency 16 and 8) and cannot be compared"),
+        ({"max_tokens": 16}, "run both with the same --max-tokens"),
+        ({"asked_sha256": "cd"}, "run both with the same --prompt or --prompts"),
         ({"ok": 60}, "only 60 of 64 requests"),
         ({"rate": 2.0}, "open loop (--rate 2)"),
         ({"tpot_ms": {}}, "64 of 64 requests were answered with text"),

@@ -206,7 +206,13 @@ def test_e13_repeated_prompts_are_announced(
     bench(url, "--requests", "40", "--prompts", str(file), "--json", str(written))
     shown = " ".join(capsys.readouterr().out.split())
     assert "10 prompts for 40 requests: each is sent 4 times" in shown
-    assert json.loads(written.read_text())["num_prompts"] == 10
+    figures = json.loads(written.read_text())
+    assert (figures["num_prompts"], figures["max_tokens"]) == (10, 64)
+    bench(url, "--requests", "10", "--prompts", str(file), "--json", str(written))
+    assert json.loads(written.read_text())["asked_sha256"] == figures["asked_sha256"]
+    bench(url, "--requests", "10", "--json", str(written))
+    assert json.loads(written.read_text())["asked_sha256"] != figures["asked_sha256"]
+    del Mock.asked[40:]
     asked = [json.dumps(body["messages"]) for body in Mock.asked]
     assert len(asked) == 40
     assert {asked.count(one) for one in asked} == {4}
