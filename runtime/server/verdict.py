@@ -12,6 +12,7 @@ from runtime.config import ConfigError
 from runtime.engine.precheck import check_artifact
 
 NOT_JUDGED = "not judged"
+_FOREIGN = f"its {STAMP_NAME} was given on other bytes than these"
 MAX_METRICS_SHOWN = 3
 
 
@@ -24,7 +25,7 @@ def open_for_serving(path: Path) -> Artifact:
 def why_not_judged(artifact: Artifact) -> str:
     """Why an artifact without a stamp of its own has none."""
     if (artifact.path / STAMP_NAME).is_file():
-        return f"its {STAMP_NAME} was given on other bytes than these; run: evaluate ART"
+        return f"{_FOREIGN}; run: evaluate ART"
     return "nobody measured what this artifact lost; run: evaluate ART"
 
 
@@ -88,8 +89,9 @@ def _shown(metric: MetricRecord) -> str:
 def refuse_unless_accepted(stamp: Stamp | None, path: Path) -> None:
     """ConfigError unless the stamp says accepted (numerics are compared once they are known)."""
     if stamp is None:
+        foreign = f" ({_FOREIGN})" if (path / STAMP_NAME).is_file() else ""
         raise ConfigError(
-            f"--require-accepted: this artifact was {NOT_JUDGED}; run: evaluate {path}"
+            f"--require-accepted: this artifact was {NOT_JUDGED}{foreign}; run: evaluate {path}"
         )
     if stamp.verdict != "accepted":
         why = deciding(stamp).rstrip(".")

@@ -142,7 +142,7 @@ def test_another_artifact_in_its_place_is_not_judged(accepted: Path) -> None:
         "its gate.json was given on other bytes than these; run: evaluate ART"
     )
     config = ServerConfig(port=0, require_accepted=True)
-    with pytest.raises(ConfigError, match="not judged"):
+    with pytest.raises(ConfigError, match=r"not judged \(its gate.json was given on other bytes"):
         serve(accepted, EngineConfig(), config, lambda model, url: None)
     (accepted / "gate.json").unlink()
     assert why_not_judged(opened).startswith("nobody measured")
