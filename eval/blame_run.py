@@ -22,7 +22,7 @@ from eval.targets.checkpoint import locate
 from eval.targets.engine import EngineTarget
 from eval.targets.reference import ReferenceTarget, load_tokenizer, quiet_transformers
 from eval.windows import Window, pick_windows
-from eval.workload import Workload, check_same_reading
+from eval.workload import Workload, check_ids, check_same_reading
 from quant.artifact.artifact import Artifact
 from runtime.config import EngineConfig
 from runtime.text import TextProcessor
@@ -87,8 +87,10 @@ def run(job: BlameJob, progress: Progress) -> Blamed:
     progress.stage("base and engine", 3)
     engine = EngineTarget(job.artifact, job.engine)
     device = engine.engine.resolved.device
+    check_ids(windows, (), engine.engine.resolved.vocab_size)
     progress.advance(1)
     reference = ReferenceTarget(checkpoint, device=device, cache=Cache(job.cache))
+    reference.require_vocabulary(engine.engine.resolved.vocab_size)
     logprobs = list(reference.logprobs([window.token_ids for window in windows]))
     progress.advance(1)
     engine_kl = _engine_divergence(engine, windows, logprobs)

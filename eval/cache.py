@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from quant.artifact.staging import replace_files
+
 _VARIABLE = "WEIGHBRIDGE_CACHE"
 _CHECKSUM_BYTES = 32
 
@@ -66,14 +68,9 @@ class Cache:
         """Best effort: a cache that cannot be written costs time, not the evaluation."""
         if path is None:
             return
-        staged = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            staged.write_bytes(hashlib.sha256(data).digest() + data)
-            staged.replace(path)
-        except OSError:
-            with suppress(OSError):
-                staged.unlink(missing_ok=True)
+        stored = hashlib.sha256(data).digest() + data
+        with suppress(OSError):
+            replace_files(path.parent, {path.name: stored}, durable=False)
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -6,7 +6,9 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
+from errno import EDQUOT, EIO, ENOSPC
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,12 +47,13 @@ from eval.cli_options import (
     engine_config,
 )
 from eval.errors import EvaluationError
+from quant.artifact.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, raised_signals
 
 DEFAULT_COMMAND = "judge"
-# What a shell reports of a command that Ctrl-C ended.
-INTERRUPTED = 130
-# And of one that wrote to a pipe which nobody reads any more.
+# What a shell reports of a command that wrote to a pipe which nobody reads any more.
 BROKEN_PIPE = 141
+CUT_OFF = "the output was cut off (what was done until then lies in its files)"
+INTERRUPTED = "interrupted; the same command goes on where this one stopped"
 # Click's UsageError, whichever click this typer brings.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
@@ -311,34 +314,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Before torch is imported: OpenMP threads that spin at barriers make a machine shared with
     # anything else ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        code = app(args=arguments, standalone_mode=False, prog_name="evaluate") or 0
-        if code == INTERRUPTED:
-            raise KeyboardInterrupt
-    except USAGE_ERROR as error:
-        code = _usage(error)
-    except EvaluationError as error:
-        code = _fail(str(error), error.exit_code)
-    except SystemExit:
-        # rich, whose reader went away, would end with 1, which says "rejected".
-        code = _fail("the output was cut off; the verdict is in the report", BROKEN_PIPE)
-    except MemoryError:
-        code = _fail("out of memory; use fewer --windows or a smaller --window-tokens", 4)
-    except (KeyboardInterrupt, typer.Abort):
-        code = _fail("interrupted; nothing was judged and no stamp was written", INTERRUPTED)
-    except Exception as error:
-        code = _fault(error)
+    with raised_signals() as ending:
+        try:
+            code = app(args=arguments, standalone_mode=False, prog_name="evaluate") or 0
+        except BaseException as error:  # a signal's may be in the clothes of any other
+            code = ending.code or _explained(error)
+        # The former is typer's answer to Ctrl-C.
+        if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+            _fail(INTERRUPTED, code)
+    _let_go_of_output()
     sys.exit(code)
 
 
-def _fault(error: Exception) -> int:
-    """What nobody foresaw. Python would end with 1, which says "rejected"."""
+def _explained(error: BaseException) -> int:
+    """Tell what went wrong; the exit code, which must not be Python's 1: that says "rejected"."""
+    if isinstance(error, USAGE_ERROR):
+        return _usage(error)
+    if isinstance(error, EvaluationError):
+        return _fail(str(error), error.exit_code)
+    if isinstance(error, SystemExit | BrokenPipeError):  # the former is rich's
+        return _fail(CUT_OFF, BROKEN_PIPE)
+    if isinstance(error, MemoryError):
+        return _fail("out of memory; use fewer --windows or a smaller --window-tokens", 4)
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return EXIT_INTERRUPTED
+    if isinstance(error, OSError) and error.filename is not None:
+        return _fail(f"{error.filename}: {error.strerror}", 4)
+    if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EIO):
+        return _fail(f"{CUT_OFF}: {error.strerror}", 4)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a card; torch is not imported here
         found = str(error).partition(". ")[0]
         advice = "free it, use a smaller --window-tokens, or pass --device cpu"
         return _fail(f"the card is out of memory ({found}); {advice}", 4)
-    traceback.print_exc()
+    with suppress(OSError):
+        traceback.print_exception(error)
     return _fail(f"a fault of evaluate itself, please report it: {error!r}", 4)
+
+
+def _let_go_of_output() -> None:
+    """Python would end with 120 for what it cannot write any more."""
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def _usage(error: Any) -> int:
@@ -354,7 +375,8 @@ def _fail(message: str, code: int) -> int:
     console = Console(stderr=True, highlight=False)
     # What a server or a file says must not drive the reader's terminal.
     said = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in message)
-    console.print(f"error: {said}", style="red", markup=False, soft_wrap=True)
+    with suppress(OSError):  # the code says it all the same
+        console.print(f"error: {said}", style="red", markup=False, soft_wrap=True)
     return code
 
 

@@ -102,6 +102,7 @@ def serve(
     from eval.review import web
     from eval.review.pack import open_pack
     from eval.review.ratings import rater_name, read_all
+    from quant.artifact.signals import Terminated
 
     opened = open_pack(pack)
     read_all(opened)
@@ -111,8 +112,8 @@ def serve(
         f"{len(opened.items)} items. Open http://{web.HOST}:{listener.getsockname()[1]}/ "
         "(Ctrl-C ends; ratings are saved as they are made)"
     )
-    # Ctrl-C is how this ends, not how it fails.
-    with suppress(KeyboardInterrupt):
+    # A signal is how this ends, not how it fails.
+    with suppress(KeyboardInterrupt, Terminated):
         web.make_server(served).run(sockets=[listener])
     score = shlex.join(["evaluate", "review", "score", str(pack), "--evaluation"])
     typer.echo(f"Next, when all have rated: {score} EVALUATION_DIR")

@@ -16,7 +16,7 @@ from eval.evaluation import BaseFacts, Numerics
 from eval.fitting import CARD_SHARE, fit
 from eval.gate_spec import LoadedGates, load_gates
 from eval.leakage import LeakageCheck, check_leakage
-from eval.preflight import artifact_facts, open_judgeable, source_of
+from eval.preflight import artifact_facts, open_judgeable, require_finite, source_of
 from eval.progress import Progress
 from eval.suites import Suite, load_suite
 from eval.targets.checkpoint import Checkpoint, locate
@@ -30,6 +30,7 @@ from eval.targets.reference import (
 from eval.targets.server import ServerTarget, Service
 from eval.workload import (
     Workload,
+    check_ids,
     check_same_reading,
     prepare,
     reading_digest,
@@ -107,6 +108,7 @@ def open_all(job: Job, progress: Progress) -> Opened:
         torch.set_num_threads(job.engine.num_threads)
     artifact = open_judgeable(job.artifact)
     leakage = check_leakage(artifact, job.suite, job.calib)
+    require_finite(artifact)
     checkpoint = locate(job.base or source_of(artifact))
     text = TextProcessor.load(job.artifact)
     progress.advance(1)
@@ -121,6 +123,9 @@ def open_all(job: Job, progress: Progress) -> Opened:
     progress.advance(1)
     candidate = EngineTarget(job.artifact, beside_reference(job.engine))
     _check_room(workload, candidate.max_tokens)
+    vocabulary = candidate.engine.resolved.vocab_size
+    check_ids(workload.windows, workload.prompts, vocabulary)
+    reference.require_vocabulary(vocabulary)
     progress.advance(1)
     base = BaseFacts(
         name=checkpoint.name,

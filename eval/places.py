@@ -5,11 +5,10 @@ the files that go there, all or none.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from eval.errors import UsageError
+from quant.artifact.staging import replace_files
 
 
 def beside(folder: Path, ending: str) -> Path:
@@ -58,25 +57,8 @@ def as_bytes(text: str) -> bytes:
 
 
 def write_files(texts: dict[str, str], out: Path) -> None:
-    """Write them into `out`, all or none; UsageError when the disk refuses."""
-    files = {out / name: text for name, text in texts.items()}
-    staged = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in files}
+    """Write them into `out`, all or none, the last one last; UsageError when the disk refuses."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        for path, text in files.items():
-            staged[path].write_bytes(as_bytes(text))
-        for path in files:
-            staged[path].replace(path)
-    except BaseException as error:
-        for path in staged.values():
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise UsageError(
-                f"cannot write {_named(files)} into {out}: {error.strerror}"
-            ) from error
-        raise
-
-
-def _named(files: Iterable[Path]) -> str:
-    return ", ".join(path.name for path in files)
+        replace_files(out, {name: as_bytes(text) for name, text in texts.items()})
+    except OSError as error:
+        raise UsageError(f"cannot write {', '.join(texts)} into {out}: {error.strerror}") from error

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import torch
 import yaml
 
 from eval.errors import EvaluationError, UsageError
@@ -14,6 +15,7 @@ from quant.artifact.artifact import Artifact, open_artifact
 from quant.artifact.errors import ManifestError
 from quant.artifact.manifest import MANIFEST_NAME
 
+_AT_ONCE = 1 << 24  # values looked at together
 _SYNTHETIC = "synth:"  # how `quantize` names a source of random weights
 
 
@@ -54,6 +56,19 @@ def _is_meant_dense(recipe_text: str) -> bool:
     except yaml.YAMLError:
         return False
     return isinstance(recipe, dict) and recipe.get("method") == "none"
+
+
+def require_finite(artifact: Artifact) -> None:
+    """EvaluationError for a stored NaN or Inf: the suite may not reach it, but users will."""
+    for name in artifact.reader.names:
+        tensor = artifact.reader.tensor(name)
+        parts = torch.split(tensor.flatten(), _AT_ONCE) if tensor.is_floating_point() else ()
+        if not all(bool(torch.isfinite(part.float()).all()) for part in parts):
+            raise EvaluationError(
+                f"{artifact.path}: tensor {name} holds NaN or Inf; a prompt that reaches it "
+                "gets no answer, whether the suite has one or not; prepare the artifact again"
+            )
+    artifact.reader.close()
 
 
 def require_unchanged(artifact: Artifact) -> None:

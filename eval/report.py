@@ -55,14 +55,15 @@ def write_report(evaluation: Evaluation, out: Path, *, redact: bool = False) -> 
 
 
 def pages(data: dict[str, Any]) -> dict[str, str]:
-    """The files that are made from report.json's values, it among them."""
+    """The files that are made from report.json's values, and it at the end: once it is there, so
+    are the others."""
     return {
-        JSON_NAME: _json(data, indent=2) + "\n",
         MARKDOWN_NAME: shown(to_markdown(data)),
         HTML_NAME: shown(to_html(data)),
         JUNIT_NAME: shown(to_junit(data)),
         SUMMARY_NAME: shown(to_summary(data)),
         SAMPLES_NAME: _lines(data["items"]),
+        JSON_NAME: _json(data, indent=2) + "\n",
     }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import shutil
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from eval.opening import Job, Opened, beside_reference, open_all
 from eval.preflight import open_judgeable, source_of
 from eval.progress import Progress
 from eval.runner import ask_base, pair, score_windows
+from eval.scratch import scratch_folder
 from eval.self_test_defects import (
     FILE_DEFECTS,
     NAMES,
@@ -57,7 +57,7 @@ from eval.targets.engine import EngineTarget
 from eval.targets.reference import load_tokenizer, quiet_transformers
 from eval.workload import Workload, check_same_reading, prepare
 from quant.artifact.artifact import Artifact
-from quant.artifact.errors import ArtifactError
+from quant.artifact.errors import ArtifactError, StorageError
 from runtime.config import ConfigError
 from runtime.text import TextError, TextProcessor
 
@@ -127,10 +127,16 @@ def self_test(
         raise UsageError("name what to test with: either an artifact ART or --base MODEL")
     try:
         base = job.base or source_of(open_judgeable(artifact or Path()))
-        with tempfile.TemporaryDirectory(prefix="weighbridge-self-test-") as folder:
-            return _run(replace(job, base=base), progress, wanted or NAMES, Path(folder))
+        with scratch_folder("weighbridge-self-test-") as folder:
+            return _run(replace(job, base=base), progress, wanted or NAMES, folder)
     except ConfigError as error:
         raise UsageError(str(error)) from error
+    except StorageError as error:
+        said, _, _ = str(error).partition(". Make room")  # nothing is kept here to go on from
+        raise EvaluationError(
+            "the temporary folder cannot take two copies of the base; name another one with "
+            f"TMPDIR ({said})"
+        ) from error
     except (ArtifactError, TextError) as error:
         raise EvaluationError(str(error)) from error
 

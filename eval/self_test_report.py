@@ -18,7 +18,7 @@ JSON_NAME, MARKDOWN_NAME = "self-test.json", "self-test.md"
 def write(made: SelfTest, out: Path) -> None:
     """Write both files into `out`, both or none; UsageError when the disk refuses."""
     data = json.dumps(to_json(made), indent=2, ensure_ascii=False) + "\n"
-    write_files({JSON_NAME: data, MARKDOWN_NAME: to_markdown(made)}, out)
+    write_files({MARKDOWN_NAME: to_markdown(made), JSON_NAME: data}, out)
 
 
 def to_json(made: SelfTest) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Plain lines without colour or boxes when the output is not a terminal.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -35,7 +36,8 @@ GUARDS = "In parentheses: guards. They reject what certainly got worse, but need
 class TerminalProgress:
     """`eval.progress.Progress` on a terminal: one bar per stage, gone when the verdict comes.
 
-    Elsewhere (a log, a pipe) each stage leaves one line with its seconds when it is over.
+    Elsewhere (a log, a pipe) each stage leaves one line with its seconds when it is over; where
+    nobody can be told, the work goes on.
     """
 
     def __init__(self, console: Console) -> None:
@@ -80,7 +82,8 @@ class TerminalProgress:
 
     def _log(self) -> None:
         if self._stage and not self._console.is_terminal:
-            self._console.print(f"{self._stage:<24} {time.monotonic() - self._began:6.1f} s")
+            with suppress(OSError, SystemExit):  # the latter is rich's, of a pipe without reader
+                self._console.print(f"{self._stage:<24} {time.monotonic() - self._began:6.1f} s")
 
 
 def show(console: Console, written: Written, *, redact: bool = False) -> None:

@@ -128,6 +128,19 @@ def check_same_reading(workload: Workload, text: TextProcessor, base_tokenizer: 
             raise TargetError(_mismatch(sample, ours, theirs))
 
 
+def check_ids(windows: Sequence[Window], prompts: Sequence[Prompt], num_tokens: int) -> None:
+    """EvaluationError when the tokenizer knows tokens that the model has no row for."""
+    texts = [window.token_ids for window in windows]
+    for prompt in prompts:
+        texts += [prompt.token_ids, *prompt.choices]
+    largest = max((max(ids, default=0) for ids in texts), default=0)
+    if largest >= num_tokens:
+        raise EvaluationError(
+            f"the tokenizer gives the id {largest}, but the model has {num_tokens} tokens "
+            f"(ids 0 to {num_tokens - 1}): tokens were added to the one and not to the other"
+        )
+
+
 def _check_templates(text: TextProcessor, base_tokenizer: Any) -> None:
     if (text.chat_template is None) != (base_tokenizer.chat_template is None):
         having = "artifact" if text.chat_template is not None else "base"

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from quant.artifact.errors import ArtifactError
+from quant.artifact.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, raised_signals
 from quant.cli_options import (
     EPILOG,
     HELP,
@@ -49,7 +50,6 @@ from quant.cli_ranks import NumRanks, is_to_launch, joined_ranks, refuse_ranks
 from quant.cli_report import report_command
 from quant.cli_sample import HELP as SAMPLE_HELP
 from quant.cli_sample import sample_command
-from quant.cli_signals import EXIT_INTERRUPTED, EXIT_TERMINATED, raised_signals
 from quant.cli_steps import (
     EXIT_PROBLEMS,
     Asked,

@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from errno import EDQUOT, EIO, ENOSPC
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -285,12 +286,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
         code = EXIT_FAILED
+    except OSError as error:
+        if error.errno not in (ENOSPC, EDQUOT, EIO) or error.filename is not None:
+            raise
+        code = _output_is_lost(error)
     except Exception as error:
         if not _is_for_users(error):
             raise
         err_console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         code = EXIT_BAD_INPUT
     sys.exit(code)
+
+
+def _output_is_lost(error: OSError) -> int:
+    """A full disk behind stdout: told once, not again when Python ends."""
+    err_console.print(f"error: the output was cut off: {error.strerror}", style="red")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return EXIT_FAILED
 
 
 def _is_for_users(error: Exception) -> bool:

@@ -134,9 +134,9 @@ def score_pack(pack: Path, *, key: Path | None, out: Path | None) -> tuple[Revie
 def _files(review: Review, pack: Pack, key: Key) -> dict[str, str]:
     facts = render.to_json(review) | _provenance(pack, key)
     return {
-        "review.json": json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
         "review.md": render.to_markdown(review),
         "review.html": render.to_html(review, pack.items),
+        "review.json": json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
     }
 
 

@@ -18,8 +18,8 @@ import json
 import os
 import random
 import secrets
-import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +34,7 @@ from eval.review.draw import Draw, Drawn
 from eval.review.rules import Rules
 from eval.review.samples import Message, Sample, explain
 from quant.artifact.redact import Redactor
+from quant.artifact.staging import leftovers, remove, sole_writer, staged
 
 PACK_NAME, ITEMS_NAME, RATINGS_NAME = "pack.json", "items.jsonl", "ratings"
 SECRET_BYTES = 32
@@ -257,24 +258,61 @@ def _sha256(data: bytes) -> str:
 
 def _write(out: Path, files: dict[str, bytes], key: bytes) -> None:
     """The pack under a temporary name first; the key before the pack gets its own."""
-    check_place(out)
-    staged = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        staged.mkdir(parents=True)
-        for name, data in files.items():
-            _put(staged / name, data, 0o644)
-        (staged / RATINGS_NAME).mkdir()
-        _put(key_path(out), key, 0o600)
-        staged.rename(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with sole_writer(out.parent) as alone:
+            if alone:
+                _remove_unfinished(out)
+            _refuse_taken(out)
+            _place(out, files, key)
     except OSError as error:
-        shutil.rmtree(staged, ignore_errors=True)
-        if not isinstance(error, FileExistsError):
-            key_path(out).unlink(missing_ok=True)
         raise UsageError(f"cannot write the pack {out}: {error.strerror}") from error
+
+
+def _place(out: Path, files: dict[str, bytes], key: bytes) -> None:
+    made, made_key = staged(out), staged(key_path(out))
+    try:
+        made.mkdir()
+        for name, data in files.items():
+            _put(made / name, data, 0o644)
+        (made / RATINGS_NAME).mkdir()
+        _put(made_key, key, 0o600)
+        made_key.rename(key_path(out))
+        made.rename(out)
+    except BaseException:
+        _remove_staged(made, out)
+        remove(made_key)
+        raise
+
+
+def _remove_unfinished(out: Path) -> None:
+    """What killed makers of this pack left."""
+    for path in leftovers(out):
+        _remove_staged(path, out)
+    for path in leftovers(key_path(out)):
+        remove(path)
+
+
+def _remove_staged(made: Path, out: Path) -> None:
+    """A pack that did not get its name; before it the key, where that is its own."""
+    key = key_path(out)
+    with suppress(OSError, EvaluationError):
+        info = parse(PackInfo, _read(made / PACK_NAME), made / PACK_NAME)
+        if _sha256(key.read_bytes()) == info.key_sha256:
+            key.unlink()
+    remove(made)
 
 
 def check_place(out: Path) -> None:
     """Refuse to touch a pack or key that is there: ratings are people's hours."""
+    if out.parent.is_dir():
+        with suppress(OSError), sole_writer(out.parent) as alone:
+            if alone:
+                _remove_unfinished(out)
+    _refuse_taken(out)
+
+
+def _refuse_taken(out: Path) -> None:
     for path in (out, key_path(out)):
         if path.exists():
             raise UsageError(f"{path} exists already; pass another --out or remove it first")

@@ -48,6 +48,7 @@ class ReferenceTarget:
     ) -> None:
         fit = fit or Fit(dtype=torch.float32, why="")
         self.digest = checkpoint.digest
+        self._name = checkpoint.name
         self.description = _described(fit, device) + _stored_as(checkpoint, cache)
         self._device = device
         self._dtype = fit.dtype
@@ -61,10 +62,28 @@ class ReferenceTarget:
         """The torch module itself, for what swaps weights in it (`eval.blame_model`)."""
         return self._model
 
+    def require_vocabulary(self, size: int) -> None:
+        """TargetError unless the output head has `size` rows, as the artifact's has."""
+        found = len(self._model.get_output_embeddings().weight)
+        if found != size:
+            raise TargetError(
+                f"the base {self._name} has a vocabulary of {found} tokens, the artifact of "
+                f"{size}: it was not made from this model; pass the right one with --base"
+            )
+
     def logprobs(self, windows: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
-        """Per window [n - 1, V] float32 log-probabilities of the next token, one at a time."""
+        """Per window [n - 1, V] float32 log-probabilities of the next token, one at a time.
+
+        TargetError where the base gives NaN: nothing can be held to it.
+        """
         for window in windows:
-            yield self._logits(tuple(window))[:-1].float().log_softmax(-1)
+            rows = self._logits(tuple(window))[:-1].float().log_softmax(-1)
+            if bool(rows.isnan().any()):
+                raise TargetError(
+                    "the base gives NaN or Inf on held-out text: nothing can be held to it; "
+                    f"look at the weights of {self._name}"
+                )
+            yield rows
 
     @torch.inference_mode()
     def _logits(self, window: tuple[int, ...]) -> torch.Tensor:

@@ -6,8 +6,8 @@ writes the stamp; it does not decide verdicts.
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import os
 from pathlib import Path
 from typing import Literal, Self
 
@@ -22,6 +22,7 @@ from quant.artifact.jsonio import (
     validation_message,
 )
 from quant.artifact.shipped import shipped_dir
+from quant.artifact.staging import replace_files
 
 STAMP_NAME = "gate.json"
 STAMP_VERSION = "1.2"
@@ -161,15 +162,11 @@ def read_stamp(directory: Path) -> Stamp | None:
 
 def write_stamp(directory: Path, stamp: Stamp) -> None:
     """Write gate.json atomically; StorageError when the disk refuses."""
-    path = Path(directory) / STAMP_NAME
-    # Its own name for each process: two that judge at once must not write into one file.
-    staged = path.with_name(f".{STAMP_NAME}.{os.getpid()}")
+    content = canonical_json(stamp.model_dump(mode="json"))
     try:
-        with staged.open("wb") as file:
-            file.write(canonical_json(stamp.model_dump(mode="json")))
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(path)
+        if not Path(directory).is_dir():  # whoever removed it must not find a folder there again
+            raise NotADirectoryError(errno.ENOTDIR, "the artifact is not there any more")
+        replace_files(Path(directory), {STAMP_NAME: content})
     except OSError as error:
-        staged.unlink(missing_ok=True)
+        path = Path(directory) / STAMP_NAME
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None

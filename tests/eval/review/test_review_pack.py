@@ -194,3 +194,40 @@ def test_a_missing_or_wrong_key(tmp_path: Path) -> None:
     score_pack(made.path, key=tmp_path / "away.json", out=None)
     with pytest.raises(UsageError, match="is not a review pack"):
         open_pack(tmp_path / "evaluation")
+
+
+@pytest.mark.parametrize("renamed", [1, 2])
+def test_an_interrupted_seal_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: int
+) -> None:
+    rename, calls = Path.rename, []
+
+    def interrupt(self: Path, target: Path) -> Path:
+        calls.append(self)
+        if len(calls) == renamed:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        packed(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"evaluation"}
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+def test_what_a_killed_seal_left_is_cleared_away(tmp_path: Path, has_key: bool) -> None:
+    made = packed(tmp_path)
+    made.path.rename(tmp_path / ".blind.999999")
+    if not has_key:
+        made.key.rename(tmp_path / ".blind.key.json.999999")
+    again = packed(tmp_path)
+    assert opened(again)
+    assert {path.name for path in tmp_path.iterdir()} == {"evaluation", "blind", "blind.key.json"}
+
+
+def test_a_key_whose_pack_was_moved_away_is_kept(tmp_path: Path) -> None:
+    made = packed(tmp_path)
+    made.path.rename(tmp_path / "sent-to-raters")
+    with pytest.raises(UsageError, match="exists already"):
+        packed(tmp_path)
+    assert made.key.is_file()

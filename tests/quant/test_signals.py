@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import quant.cli
-from quant.cli_signals import raised_signals
+from quant.artifact.signals import raised_signals
 from quant.errors import SourceError
 
 
