@@ -6,7 +6,6 @@ not make was edited.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +19,8 @@ from eval.report import REPORT_VERSION, pages
 from eval.review.rules import ReviewDemand, Rules
 from eval.review.samples import explain
 from eval.review.verdict import with_review
+from quant.artifact.errors import ArtifactError
+from quant.artifact.jsonio import parse_object
 
 REVIEW_MAJOR = "1"
 # What a page can fail with over values that have another shape than `evaluate` gives them.
@@ -224,11 +225,6 @@ def _require_consistent_review(review: _Review, where: str) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object; UsageError names what is wrong."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no JSON text: {error}") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{path} holds {type(data).__name__}; expected an object")
-    return data
+        return parse_object(path)
+    except ArtifactError as error:
+        raise UsageError(str(error)) from error

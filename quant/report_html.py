@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from quant.artifact.jsonio import validation_message
+from quant.artifact.jsonio import parse_object, validation_message
 from quant.errors import PipelineError
 from quant.plan_table import duration, size
 from quant.report import REPORT_VERSION, RunReport, write_reports
@@ -56,15 +56,10 @@ def rerender(artifact: Path) -> Path:
 def read_report(path: Path) -> dict[str, Any]:
     """The data of a report.json of this major version, with defaults for what older ones lack.
 
-    PipelineError names the file and what is wrong in it.
+    PipelineError or ArtifactError names the file and what is wrong in it.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PipelineError(f"{path}: cannot read the report: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise PipelineError(f"{path}: no JSON text ({error})") from error
-    found = data.get("report_version") if isinstance(data, dict) else None
+    data = parse_object(path)
+    found = data.get("report_version")
     if not isinstance(found, str) or found.split(".")[0] != REPORT_VERSION.split(".")[0]:
         raise PipelineError(
             f"{path}: report_version: found {found!r}, expected {REPORT_VERSION.split('.')[0]}.x "

@@ -271,7 +271,7 @@ def test_speeds_that_say_nothing_are_refused(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "no JSON text"),
+        ("{", "is not valid JSON"),
         ("[]", "expected an object"),
         ('{"report_version": "1.0"}', "expected 1.x"),
         ('{"format_version": "1.0"}', "verdict: Field required"),
