@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -111,3 +112,25 @@ def test_help_is_quick_and_loads_nothing_heavy(command: str, tmp_path: Path) -> 
     assert result.returncode == 0, result.stderr
     assert "Usage" in result.stdout
     assert float(result.stderr.split()[-1]) < 1.0
+
+
+INTERRUPTED_AT_AN_IMPORT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["command", "--version"]
+from {package}.start import main
+main()
+"""
+
+
+@pytest.mark.parametrize("package", ["quant", "eval", "runtime"])
+def test_ctrl_c_during_the_imports_is_no_traceback(package: str) -> None:
+    code = INTERRUPTED_AT_AN_IMPORT.format(package=package)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

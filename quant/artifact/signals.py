@@ -52,6 +52,19 @@ def raised_signals() -> Iterator[Ending]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def silent_end() -> Iterator[None]:
+    """Within it Ctrl-C ends the process at once, without Python's traceback: for the imports that
+    come before anything is there to be told of it."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # else it is ignored here, as under nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _raiser(ending: Ending, heard: Sequence[int]) -> Callable[[int, FrameType | None], Any]:
     def answer(number: int, frame: FrameType | None) -> None:
         for each in heard:
