@@ -143,6 +143,12 @@ def is_gpu(device: str) -> bool:
     return torch.device(device).type == "cuda"
 
 
+def give_back_gpu() -> None:
+    """Let other processes have what torch keeps of a GPU and does not use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def _wait(device: str) -> None:
     if is_gpu(device):
         torch.cuda.synchronize(device)

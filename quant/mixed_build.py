@@ -26,6 +26,7 @@ from quant.checkpoint import Source
 from quant.closed_loop import Gate, bisect
 from quant.divergence import Divergence, Judge
 from quant.errors import PipelineError
+from quant.machine import give_back_gpu
 from quant.mixed_plan import (
     Planner,
     Space,
@@ -251,6 +252,7 @@ class Workshop:
             return str(kept["verdict"])
         steps = Steps(self.progress, 1)
         steps.tell(f"{title}: the gate is judging")
+        give_back_gpu()  # the gate is a process of its own, and holds two models
         found = gate.judge(path, path.with_name(f"{path.name}-evaluation"))
         write_file(record, json.dumps({"key": key, "verdict": found}).encode())
         steps.done()
