@@ -145,7 +145,7 @@ def is_gpu(device: str) -> bool:
 
 def give_back_gpu() -> None:
     """Let other processes have what torch keeps of a GPU and does not use."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 
