@@ -39,6 +39,7 @@ def join(data: Mapping[str, Any], review: Mapping[str, Any], where: str) -> dict
     """
     check_review(review, where)
     _require_same(data, review, where)
+    _require_no_second_try(data, review, where)
     demanded = data["gates"].get("review")
     if demanded is not None:
         demand = ReviewDemand.model_validate(demanded)
@@ -62,6 +63,19 @@ def _require_same(data: Mapping[str, Any], review: Mapping[str, Any], where: str
                 f"{where} is a review of other {what}: it names the digest {found}, the report "
                 f"{expected}; make the pack from this evaluation"
             )
+
+
+def _require_no_second_try(data: Mapping[str, Any], review: Mapping[str, Any], where: str) -> None:
+    """A pack drawn after a review has rejected these answers would be drawn until one accepts."""
+    earlier = data.get("review")
+    if earlier is None or earlier["verdict"] != "rejected":
+        return
+    if earlier["pack"]["sha256"] != review["pack"]["sha256"]:
+        raise UsageError(
+            f"{where} is of another pack than the review that rejected these very answers (pack "
+            f"sha256 {earlier['pack']['sha256'][:8]}...), and asking until one accepts proves "
+            "nothing; let more raters answer that pack, or change the artifact"
+        )
 
 
 def _next(data: Mapping[str, Any]) -> list[str]:

@@ -76,6 +76,15 @@ def test_the_verdict_of_all_layers(measured: Result, found: State, demanded: boo
         assert result == measured
 
 
+def test_answers_that_a_review_rejected_are_not_packed_until_one_accepts() -> None:
+    rejected = joined(report_data(), verdict="rejected")
+    assert joined(rejected)["review"]["verdict"] == "accepted", "more raters of the same pack"
+    with pytest.raises(UsageError, match=r"pack sha256 bbbbbbbb.*asking until one accepts"):
+        joined(rejected, pack={"sha256": "cc" * 32})
+    open_still = joined(report_data(), verdict="inconclusive")
+    assert joined(open_still, pack={"sha256": "cc" * 32})["review"]["verdict"] == "accepted"
+
+
 def test_a_gates_file_may_demand_a_review() -> None:
     assert parse_gates(GATES).review is None
     found = parse_gates(GATES + "review: {margin: 0.1}\n").review
