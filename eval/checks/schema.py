@@ -6,8 +6,10 @@ and how many would be once case, plural and punctuation are forgiven (the near m
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from jsonschema.exceptions import SchemaError
@@ -23,6 +25,7 @@ from eval.errors import SuiteError
 
 # A recursive schema takes several calls for each level of an answer.
 NESTED = "nested too deeply for its schema"
+TOO_LARGE = "too large to be checked against its schema"
 # An answer takes a few milliseconds.
 PATIENCE_S = 5.0
 
@@ -55,11 +58,20 @@ def read(row: Mapping[str, Any]) -> Options:
 def require_schema(schema: dict[str, Any]) -> None:
     """ValueError for something that is no JSON Schema of its draft."""
     try:
-        validator_for(schema, default=Draft202012Validator).check_schema(schema)
+        _check(json.dumps(schema))
     except SchemaError as error:
         raise ValueError(f"the JSON Schema is not valid: {error.message}") from error
     except RecursionError:
         raise ValueError("the JSON Schema is nested too deeply") from None
+    except OverflowError as error:  # of a regular expression's {99999999999}
+        raise ValueError(f"the JSON Schema is not valid: {error}") from error
+
+
+@lru_cache(maxsize=256)
+def _check(text: str) -> None:
+    """Most rows of a suite share a schema, and to check one takes milliseconds."""
+    schema = json.loads(text)
+    validator_for(schema, default=Draft202012Validator).check_schema(schema)
 
 
 def checker(schema: dict[str, Any]) -> Validator:
@@ -89,6 +101,8 @@ def first_problem(schema: dict[str, Any], value: Any) -> str:
         with at_most(PATIENCE_S):
             errors = sorted(checker(schema).iter_errors(value), key=lambda error: error.json_path)
     except TooSlowError:
+        if not any(_patterns(schema)):
+            return TOO_LARGE
         raise SuiteError(endless(schema, value)) from None
     except Unresolvable as error:
         raise SuiteError(
@@ -127,7 +141,8 @@ def _patterns(schema: Any) -> Iterator[str]:
 def _is_near(value: Any, allowed: tuple[str, ...]) -> bool:
     if not isinstance(value, str):
         return False
-    return _forgiven(value) in {_forgiven(text) for text in allowed}
+    bare = _forgiven(value)
+    return value in allowed or any(_forgiven(text) == bare for text in allowed)
 
 
 def _forgiven(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import xml.etree.ElementTree as ET
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from report_rows import report_data, review_data
 from suite_rows import document_row, item_row, write_rows
 
 from eval import cli
+from eval.checks import patience
 from eval.checks.base import Reply
+from eval.checks.patience import TooSlowError, at_most
 from eval.checks.registry import read_checks, score_reply
 from eval.errors import GateSpecError, SuiteError, TargetError, UsageError
 from eval.gate_spec import load_gates
@@ -59,6 +62,10 @@ ASKED = {"id": "c", "source": "s", "lang": "en", "messages": [{"role": "user", "
         ({"checks": [{"kind": "schema_valid", "schema": {"$ref": "#"}}]}, "without an end"),
         ({"checks": [{"kind": "json_valid"}], "source": "\x1b[2J"}, "'source' to be printable"),
         ({"checks": [{"kind": "json_valid"}], "gold": float("inf")}, "out of range"),
+        (
+            {"checks": [{"kind": "schema_valid", "schema": {"pattern": "a{99999999999}"}}]},
+            "the repetition number is too large",
+        ),
     ],
 )
 def test_suites(tmp_path: Path, row: dict[str, Any], said: str) -> None:
@@ -104,6 +111,40 @@ def test_a_pattern_that_backtracks_without_end_is_named(
     score_reply(Reply(text=quick, raw=quick, finish="stop", tokens=()), checks)
     assert signal.getsignal(signal.SIGVTALRM) is before
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+def spin(seconds: float) -> None:
+    with at_most(seconds):
+        while True:
+            pass
+
+
+def spin_twice_within(seconds: float) -> None:
+    with at_most(seconds):
+        with pytest.raises(TooSlowError):
+            spin(0.02)
+        with suppress(TooSlowError):  # as a finalizer loses what is raised in it
+            spin(60)
+        while True:
+            pass
+
+
+def test_limits_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "_AGAIN_S", 0.02)
+    with pytest.raises(TooSlowError):
+        spin_twice_within(0.1)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+def test_an_answer_too_large_to_check_is_wrong_and_the_suite_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("eval.checks.schema.PATIENCE_S", 0.02)
+    checks = read_checks([{"kind": "schema_valid", "schema": {"uniqueItems": True}}])
+    text = json.dumps([{"a": n} for n in range(2000)])
+    scored = score_reply(Reply(text=text, raw=text, finish="stop", tokens=()), checks)
+    assert scored.values["schema_valid"] == 0
+    assert scored.problem == "too large to be checked against its schema"
 
 
 def test_pages_hold_no_character_that_acts() -> None:
