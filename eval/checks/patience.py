@@ -20,8 +20,8 @@ class TooSlowError(Exception):
 def at_most(seconds: float) -> Iterator[None]:
     """TooSlowError inside once this process has computed for `seconds` in here.
 
-    Within another limit both hold. `re` looks for signals while it backtracks. Only the main thread of a POSIX
-    system gets any; elsewhere there is no limit.
+    Within another limit both hold. `re` looks for signals while it backtracks. Only the main thread
+    of a POSIX system gets any; elsewhere there is no limit.
     """
     if not hasattr(signal, "SIGVTALRM") or (
         threading.current_thread() is not threading.main_thread()
