@@ -323,10 +323,21 @@ def _load_model(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> Any:
             f"the base {checkpoint.name} lacks {len(missing)} weights ({missing[0]}, ...); "
             "fetch it again"
         )
+    model = _held_in_memory(model.to(device))
     checkpoint.require_unchanged()
     # Sampling defaults and penalties that ship with a model must not touch a greedy answer.
     model.generation_config = transformers.GenerationConfig()
-    return model.to(device).eval()
+    return model.eval()
+
+
+def _held_in_memory(model: Any) -> Any:
+    """The model with weights of its own. Those that are stored in the type they are computed in lie
+    in the mapped file: whoever wrote into it would change the base in the middle of a run, and what
+    is cached under its digest."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
+    return model
 
 
 def _greedy(max_tokens: int, pad: int, stop_ids: Sequence[int]) -> Any:

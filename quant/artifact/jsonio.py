@@ -33,8 +33,13 @@ def parse_object(path: Path) -> dict[str, Any]:
     return data
 
 
-def check_version(path: Path, data: dict[str, Any], readable: str) -> None:
-    """FormatVersionError unless `data`'s format_version has the major version of `readable`."""
+def check_version(
+    path: Path, data: dict[str, Any], readable: str, *, again: str = "quantize again"
+) -> None:
+    """FormatVersionError unless `data`'s format_version has the major version of `readable`.
+
+    again: how this build makes the file anew, for the message.
+    """
     found = data.get("format_version")
     if not isinstance(found, str) or not re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", found):
         raise ManifestError(f'{path}: format_version is {found!r}, expected "{readable}"')
@@ -42,7 +47,7 @@ def check_version(path: Path, data: dict[str, Any], readable: str) -> None:
     if found.split(".")[0] != major:
         raise FormatVersionError(
             f"{path} has format version {found}; this build reads {major}.x: "
-            "install a matching weighbridge or quantize again"
+            f"install a matching weighbridge or {again}"
         )
 
 
@@ -54,7 +59,9 @@ def is_newer_minor(found: str, readable: str) -> bool:
 def validation_message(error: ValidationError) -> str:
     """The first complaint of pydantic as `path.to.field: what is wrong (found ...)`."""
     first = error.errors()[0]
+    more = f", and {error.error_count() - 1} more" if error.error_count() > 1 else ""
+    if not first["loc"] and first["type"] == "value_error":  # a rule over all fields says it all
+        return f"{first['ctx']['error']}{more}"
     where = ".".join(str(part) for part in first["loc"]) or "top level"
     found = "" if first["type"] == "missing" else f" (found {first['input']!r:.80})"
-    more = f", and {error.error_count() - 1} more" if error.error_count() > 1 else ""
     return f"{where}: {first['msg']}{found}{more}"

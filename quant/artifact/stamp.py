@@ -27,6 +27,7 @@ from quant.artifact.staging import replace_files
 STAMP_NAME = "gate.json"
 STAMP_VERSION = "1.2"
 DEFAULT_GATES = "gates/default.yaml"
+_AGAIN = "run `evaluate` again"
 Verdict = Literal["accepted", "rejected", "inconclusive"]
 
 
@@ -149,15 +150,18 @@ def read_stamp(directory: Path) -> Stamp | None:
     path = Path(directory) / STAMP_NAME
     if not path.is_file():
         return None
-    data = parse_object(path)
-    check_version(path, data, STAMP_VERSION)
+    try:
+        data = parse_object(path)
+        check_version(path, data, STAMP_VERSION, again=_AGAIN)
+    except ManifestError as error:
+        raise ManifestError(f"{error}; {_AGAIN}") from None
     if is_newer_minor(data["format_version"], STAMP_VERSION):
         data = {name: data[name] for name in data if name in Stamp.model_fields}
     try:
         return Stamp.model_validate(data)
     except ValidationError as error:
         problem = validation_message(error)
-        raise ManifestError(f"{path}: {problem}; run `evaluate` again") from None
+        raise ManifestError(f"{path}: {problem}; {_AGAIN}") from None
 
 
 def write_stamp(directory: Path, stamp: Stamp) -> None:

@@ -28,7 +28,7 @@ from eval.redaction import redacted
 from eval.report import pages
 from eval.suites import load_suite
 from eval.targets.server import ServerTarget, Service
-from quant.artifact.errors import ManifestError
+from quant.artifact.errors import ArtifactError, ManifestError
 from quant.artifact.stamp import (
     MetricRecord,
     Numerics,
@@ -334,6 +334,15 @@ def test_a_server_that_changes_its_model() -> None:
 def test_options_that_no_server_could_take(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         ServerTarget(Service(url="http://127.0.0.1:9", **options), None, "d")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[1]", '{"format_version": "2.0"}', '{"format_version": 1}']
+)
+def test_a_stamp_that_cannot_be_read_says_how_to_get_one(tmp_path: Path, content: str) -> None:
+    (tmp_path / "gate.json").write_text(content)
+    with pytest.raises(ArtifactError, match="run `evaluate` again"):
+        read_stamp(tmp_path)
 
 
 def test_a_suite_still_loads(tmp_path: Path) -> None:

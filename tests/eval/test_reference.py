@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -173,3 +174,29 @@ def test_a_base_that_changes_while_it_is_read(
         TargetError, match="cannot be loaded" if how == "removed" else "changed while"
     ):
         ReferenceTarget(found, device="cpu", cache=Cache(tmp_path / "cache"))
+
+
+def test_a_base_that_is_overwritten_once_it_was_read(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(tiny_model(), tmp_path / "base"))
+    loaded = reference(base)
+    before = [rows.clone() for rows in loaded.logprobs(WINDOWS)]
+    with (base / "model.safetensors").open("r+b") as file:
+        file.seek(file.seek(0, 2) // 2)
+        file.write(bytes(2000))
+    for rows, again in zip(before, loaded.logprobs(WINDOWS), strict=True):
+        assert torch.equal(rows, again)
+
+
+def test_a_file_that_is_written_and_given_its_old_time(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    found = locate(str(shutil.copytree(tiny_model(), tmp_path / "base")))
+    found.require_unchanged()
+    weights = tmp_path / "base" / "model.safetensors"
+    times = weights.stat().st_atime_ns, weights.stat().st_mtime_ns
+    weights.write_bytes(bytes(weights.stat().st_size))
+    os.utime(weights, ns=times)
+    with pytest.raises(TargetError, match="changed while it was read"):
+        found.require_unchanged()
