@@ -71,7 +71,7 @@ def require_finite(artifact: Artifact) -> None:
     artifact.reader.close()
 
 
-def require_unchanged(artifact: Artifact) -> None:
+def require_unchanged(artifact: Artifact | ArtifactFacts) -> None:
     """EvaluationError when another artifact has taken this one's place since it was opened."""
     if open_artifact(artifact.path).digest != artifact.digest:
         raise EvaluationError(

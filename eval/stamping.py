@@ -13,6 +13,7 @@ from eval.evaluation import Evaluation
 from eval.gate import Finding
 from eval.gate_rules import Outcome
 from eval.measurement import Measurement
+from eval.preflight import require_unchanged
 from eval.review.verdict import is_demanded
 from eval.suites import TEXT_FILE
 from quant.artifact.stamp import (
@@ -35,7 +36,11 @@ _VERDICTS: dict[Outcome, Verdict] = {
 
 
 def write(evaluation: Evaluation) -> Path:
-    """Write gate.json; the last thing a run does, so that a stamp is always of a whole run."""
+    """Write gate.json; the last thing a run does, so that a stamp is always of a whole run.
+
+    EvaluationError when another artifact has taken this one's place: it is not to get the stamp.
+    """
+    require_unchanged(evaluation.artifact)
     return put(evaluation.artifact.path, to_stamp(evaluation))
 
 

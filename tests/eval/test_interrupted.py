@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,23 @@ def test_what_the_system_refuses_is_no_verdict_and_no_fault_of_ours(
     shown = capsys.readouterr().err
     assert said in shown
     assert "Traceback" not in shown
+
+
+def test_a_signal_counts_and_not_what_a_library_makes_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(**_: Any) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.sigtimedwait([], 2)
+        except BaseException as error:
+            raise ModuleNotFoundError("transformers.models") from error
+
+    monkeypatch.setattr(cli, "app", ended)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["art"])
+    assert end.value.code == 143
+    assert capsys.readouterr().err.startswith("error: interrupted; the same command goes on")
 
 
 def test_a_code_that_nobody_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
