@@ -16,7 +16,7 @@ from eval.gate import Verdict
 from eval.opening import Job
 from eval.places import beside, check_out
 from eval.progress import Progress, Silent
-from eval.runner import weigh
+from eval.runner import weighed
 from eval.targets.server import DEFAULT_CONCURRENCY, Service
 from quant.artifact.errors import ArtifactError, StorageError
 from quant.artifact.shipped import resolve_input, shipped_dir
@@ -244,9 +244,9 @@ def run(
     stamp = stamp and job.against is None  # how a server computes is not known well enough
     _check_places(artifact, folder, stamp=stamp)
     try:
-        evaluation = weigh(job, progress or Silent())
-        markdown, as_json = report.write_report(evaluation, folder, redact=redact)
-        stamped = stamping.write(evaluation) if stamp else None
+        with weighed(job, progress or Silent()) as evaluation:
+            markdown, as_json = report.write_report(evaluation, folder, redact=redact)
+            stamped = stamping.write(evaluation) if stamp else None
     except ConfigError as error:
         raise UsageError(str(error)) from error
     except StorageError as error:

@@ -1,4 +1,4 @@
-"""The run: open both models, ask them, measure, judge. `weigh` is the whole story.
+"""The run: open both models, ask them, measure, judge. `weighed` is the whole story.
 
 Nothing is written here; `eval.api` writes once the verdict exists, so a crash on the way leaves
 neither a report nor a stamp.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -58,11 +59,23 @@ class Found:
         return self.by_level[-1]
 
 
-def weigh(job: Job, progress: Progress) -> Evaluation:
-    """Judge one artifact. Raises what `open_all` does, and EvaluationError for a base with NaN."""
+@contextmanager
+def weighed(job: Job, progress: Progress) -> Iterator[Evaluation]:
+    """One artifact, judged. Its answers are kept for another try unless the block ends well.
+
+    Raises what `open_all` does, and EvaluationError for a base with NaN.
+    """
     started = time.monotonic()
     opened = open_all(job, progress)
     log = AnswerLog(job.cache, opened.log_key)
+    yield _weigh(opened, job, log, progress, started)
+    log.finish()
+
+
+def _weigh(
+    opened: Opened, job: Job, log: AnswerLog, progress: Progress, started: float
+) -> Evaluation:
+    """Ask, measure, judge. started: by time.monotonic."""
     found = ask(opened, job.amounts, log, progress)
     rules = opened.gates.spec
     sampling = Sampling(confidence=rules.confidence, draws=rules.draws, seed=job.amounts.seed)
@@ -80,7 +93,6 @@ def weigh(job: Job, progress: Progress) -> Evaluation:
     require_unchanged(opened.artifact)
     if opened.server is not None:
         opened.server.require_unchanged()
-    log.finish()
     progress.advance(1)
     return Evaluation(
         **provenance(opened, job),

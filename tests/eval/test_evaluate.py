@@ -343,7 +343,7 @@ def test_wrong_usage(
 def test_places_that_cannot_be_written_are_refused_before_anything_runs(
     dense: Path, judge: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eval.api.weigh", lambda *_: 1 / 0)
+    monkeypatch.setattr("eval.api.weighed", lambda *_: 1 / 0)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UsageError, match="not a writable folder"):
         judge(dense, out=tmp_path / "file" / "report")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -139,6 +140,25 @@ def test_an_interrupted_run_leaves_nothing(
     assert ("interrupted; the same command goes on" in error) == (name in told)
     assert {path.name for path in copy.iterdir()} == before
     assert not (tmp_path / "report").exists()
+
+
+def test_answers_outlive_a_report_that_could_not_be_written(
+    dense: Path, call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    words = (dense, *OPTIONS, "--items", "4", "--noise-items", "0", "--no-stamp")
+    with monkeypatch.context() as patch:
+        patch.setattr("eval.places.replace_files", refused)
+        code, _, error = call(*words)
+    assert code == 2
+    assert "No space left" in error
+    report = tmp_path / "report" / "report.json"
+    for is_second in (True, False):
+        call(*words)
+        notes = " ".join(json.loads(report.read_text())["notes"])
+        assert ("answers are from a run that was interrupted" in notes) == is_second
 
 
 INTERRUPTIBLE = """

@@ -13,7 +13,7 @@ from eval.amounts import Amounts
 from eval.api import make_job
 from eval.cache import Cache
 from eval.progress import Silent
-from eval.runner import weigh
+from eval.runner import weighed
 from eval.targets.base import Answer
 from eval.targets.checkpoint import locate
 from eval.targets.reference import ReferenceTarget
@@ -56,7 +56,8 @@ def test_a_base_whose_answers_depend_on_the_batch(
         return generate(self, prompts, *rest)
 
     monkeypatch.setattr(ReferenceTarget, "generate", fickle)
-    found = weigh(job(num_noise_items=30), Silent())
+    with weighed(job(num_noise_items=30), Silent()) as found:
+        pass
     schema = next(f for f in found.verdict.findings if f.name == "schema_valid")
     assert schema.outcome == "inconclusive"
     assert "the base differs from itself by" in schema.reason
@@ -66,6 +67,7 @@ def test_a_base_whose_answers_depend_on_the_batch(
 
 
 def test_the_noise_floor_can_be_left_out(job: Callable[..., Any]) -> None:
-    found = weigh(job(num_noise_items=0), Silent())
+    with weighed(job(num_noise_items=0), Silent()) as found:
+        pass
     assert "not measured" in found.notes[-1]
     assert all(f.noise is None for f in found.verdict.findings)
