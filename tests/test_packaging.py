@@ -122,6 +122,7 @@ class Interrupt:
         if name == "typer":
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 sys.meta_path.insert(0, Interrupt())
 sys.argv = ["command", "--version"]
 from {package}.start import main
