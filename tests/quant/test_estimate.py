@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,14 @@ def small(folder: Path) -> tuple[Plan, Recipe]:
     return plan_of(open_source(f"synth:{folder / 'config.json'}"), recipe), recipe
 
 
+def grown_in_a_run(folder: Path) -> int:
+    """Bytes of anonymous memory that a run adds at its peak, as sampled."""
+    shutil.rmtree(folder / "artifact", ignore_errors=True)
+    command = [sys.executable, "-c", RUN, str(folder)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return int(done.stdout.split()[-1])
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
 def test_memory_and_disk_of_a_run_are_within_a_fifth(tmp_path: Path) -> None:
     plan, recipe = small(tmp_path)
@@ -64,12 +73,16 @@ def test_memory_and_disk_of_a_run_are_within_a_fifth(tmp_path: Path) -> None:
         tokens=WINDOWS * TOKENS, window_tokens=TOKENS, batch_tokens=recipe.calibration.batch_tokens
     )
     nothing = Workload(tokens=0, window_tokens=0, batch_tokens=0)
-    command = [sys.executable, "-c", RUN, str(tmp_path)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    cost, grown = estimate(plan, work), int(done.stdout.split()[-1])
+    cost = estimate(plan, work)
+    predicted = cost.host_bytes - PROCESS_BYTES
+    grown = grown_in_a_run(tmp_path)
     written = sum(file.stat().st_size for file in (tmp_path / "artifact").glob("*.safetensors"))
     assert cost.disk_bytes == pytest.approx(written, rel=0.2)
-    assert cost.host_bytes - PROCESS_BYTES == pytest.approx(grown, rel=0.2)
+    # Samples miss a short peak where other work holds the processor, and never exceed it.
+    for _ in range(4):
+        if predicted > 1.2 * grown:
+            grown = max(grown, grown_in_a_run(tmp_path))
+    assert predicted == pytest.approx(grown, rel=0.2)
     assert estimate(plan, nothing).host_bytes < cost.host_bytes
 
 
