@@ -31,59 +31,55 @@ _QUESTIONS = {"preference", "critical_faults"}
 
 Result = Literal["accepted", "rejected", "inconclusive"]
 Count = Annotated[int, Field(ge=0)]
-_SHAPE = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
-class _Interval(BaseModel):
-    model_config = _SHAPE
+class _Shape(BaseModel):
+    """What a file must hold to be believed; more than that is let be."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+
+class _Interval(_Shape):
     estimate: float
     lower: float | None
     upper: float | None
 
 
-class _Preference(BaseModel):
-    model_config = _SHAPE
+class _Preference(_Shape):
     net: _Interval
 
 
-class _Faults(BaseModel):
-    model_config = _SHAPE
+class _Faults(_Shape):
     new: _Interval
 
 
-class _Answer(BaseModel):
-    model_config = _SHAPE
+class _Answer(_Shape):
     name: str
     outcome: Outcome
     reason: str
     num_needed: int | None = None
 
 
-class _Rater(BaseModel):
-    model_config = _SHAPE
+class _Rater(_Shape):
     rater: str
     standing: str
 
 
-class _Vote(BaseModel):
-    model_config = _SHAPE
+class _Vote(_Shape):
     note: str
 
 
-class _Rated(BaseModel):
-    model_config = _SHAPE
+class _Rated(_Shape):
     votes: list[_Vote]
 
 
-class _Pack(BaseModel):
-    model_config = _SHAPE
+class _Pack(_Shape):
     sha256: str
 
 
-class _Review(BaseModel):
+class _Review(_Shape):
     """review.json, as far as a verdict and its pages need it."""
 
-    model_config = _SHAPE
     format_version: str
     verdict: Literal["accepted", "rejected", "inconclusive", "pending"]
     summary: str
@@ -103,39 +99,33 @@ class _Review(BaseModel):
     samples_sha256: str | None = None
 
 
-class _Measured(BaseModel):
-    model_config = _SHAPE
+class _Measured(_Shape):
     verdict: Result
     summary: str
 
 
-class _Artifact(BaseModel):
-    model_config = _SHAPE
+class _Artifact(_Shape):
     path: str
     digest: str
 
 
-class _Gates(BaseModel):
-    model_config = _SHAPE
+class _Gates(_Shape):
     sha256: str
     review: ReviewDemand | None
 
 
-class _Method(BaseModel):
-    model_config = _SHAPE
+class _Method(_Shape):
     confidence: Annotated[float, Field(gt=0.5, lt=1)]
 
 
-class _Finding(BaseModel):
-    model_config = _SHAPE
+class _Finding(_Shape):
     outcome: Outcome
     required: bool
 
 
-class _Report(BaseModel):
+class _Report(_Shape):
     """report.json, as far as a verdict needs it; the pages need more."""
 
-    model_config = _SHAPE
     verdict: Result
     exit_code: int
     summary: str

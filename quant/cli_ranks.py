@@ -50,10 +50,10 @@ def joined_ranks(device: str) -> Iterator[tuple[Ranks | None, str]]:
         yield None, device
         return
     # Not at the top: torch takes seconds, and --help has none of them.
-    from quant.machine import check_device, chosen_device
+    from quant.machine import check_device, named_device
     from quant.parallel_group import joined, rank_device
 
-    own = rank_device(chosen_device(device))
+    own = rank_device(named_device(device))
     check_device(own)
     with joined(own) as ranks:
         yield ranks, own

@@ -113,12 +113,17 @@ def _calls_per_s(call: Callable[[], object], device: str) -> float:
     return 1 / quickest
 
 
-def chosen_device(asked: str) -> str:
-    """`auto` is `cuda` where torch finds a GPU, else `cpu`; anything else must exist here
-    (PipelineError) and stays as it is."""
-    device = asked
+def named_device(asked: str) -> str:
+    """`auto` is `cuda` where torch finds a GPU, else `cpu`; anything else stays as it is. Looks at
+    no device: nothing is set up on one."""
     if asked == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked
+
+
+def chosen_device(asked: str) -> str:
+    """`named_device`; PipelineError unless it exists here."""
+    device = named_device(asked)
     check_device(device)
     return device
 
