@@ -81,11 +81,11 @@ def server(
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
         try:
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=20).status_code == 200:
                 return
         except httpx.TransportError:
             time.sleep(0.2)
@@ -140,7 +140,7 @@ def test_the_server_shows_the_stamp_and_shuts_down_cleanly(
     assert stamp is not None
     assert card["weighbridge"]["verdict"] == stamp.verdict
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=120) == 0
 
 
 def test_an_altered_byte_is_found_by_verify_and_refused_by_serve(

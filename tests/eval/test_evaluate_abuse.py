@@ -134,7 +134,7 @@ def test_an_interrupted_run_leaves_nothing(
         while "judging" not in process.stdout.readline():
             time.sleep(0.01)
         process.send_signal(name)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=300)
     told = {signal.SIGINT: 130}
     assert process.returncode == told.get(name, -name)
     assert ("interrupted; the same command goes on" in error) == (name in told)

@@ -30,7 +30,7 @@ def call(*arguments: str) -> int:
 def test_help_is_quick_and_complete() -> None:
     started = time.process_time()
     command = [sys.executable, "-X", "importtime", "-m", "eval.cli", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     heavy = re.findall(r"\| +(torch|transformers|jsonschema|fastapi)$", done.stderr, re.MULTILINE)
     assert not heavy, f"--help imports {heavy}"
     assert time.process_time() - started < 1

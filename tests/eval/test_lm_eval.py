@@ -318,7 +318,7 @@ def test_lm_evals_own_command_line_knows_the_model(
     ]  # fmt: skip
     found = subprocess.run(
         command, cwd=tasks_dir, env=os.environ | {"PYTHONPATH": str(REPO)},
-        capture_output=True, text=True, check=False, timeout=180,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     assert "acc_norm" in found.stdout

@@ -60,7 +60,7 @@ def main(folder: Path, model: str, mixture: str, calib: str) -> None:
     play("told", fails_on_one)
     play("other", lambda ranks: ranks.agree("job", {"model": "m", "calibration": ranks.rank}))
     play("parted", lambda ranks: ranks.add() if ranks.rank else ranks.largest())
-    play("stuck", lambda ranks: time.sleep(4) if ranks.rank else ranks.total(1), timeout_s=1.0)
+    play("stuck", lambda ranks: time.sleep(10) if ranks.rank else ranks.total(1), timeout_s=1.0)
 
 
 def sums(ranks: Ranks) -> object:

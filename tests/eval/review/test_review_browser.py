@@ -65,7 +65,7 @@ def started(pack: Pack, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[s
         yield found.group(), process
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
         process.stdout.close()
 
 
@@ -140,7 +140,7 @@ def test_rate_reload_kill_and_go_on(browser: Any, pack: Pack) -> None:
             assert page.locator("#place").inner_text() == "4 of 16"
 
             process.send_signal(signal.SIGKILL)
-            process.wait(timeout=30)
+            process.wait(timeout=120)
             page.keyboard.press("2")
             page.locator("#notice", has_text="does not answer").wait_for()
             assert page.locator("#count").inner_text() == "3 of 16 rated"

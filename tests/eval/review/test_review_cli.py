@@ -32,7 +32,7 @@ def evaluation(tmp_path: Path) -> Path:
 def test_serving_loads_no_model_code() -> None:
     command = [sys.executable, "-X", "importtime", "-c",
                "import eval.cli, eval.review.web, eval.review.commands"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert not re.findall(r"\| +(torch|transformers|triton|datasets)$", done.stderr, re.MULTILINE)
 
 
@@ -88,9 +88,9 @@ def test_serving_ends_by_ctrl_c_and_the_key_is_found_from_within(
         assert process.stdout is not None
         address = re.search(rb"http://127\.0\.0\.1:\d+/", process.stdout.readline())
         assert address
-        assert httpx.get(address.group().decode(), timeout=60).status_code == 200
+        assert httpx.get(address.group().decode(), timeout=300).status_code == 200
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, b"")
     assert f"evaluate review score {pack} --evaluation EVALUATION_DIR" in out.decode()
     monkeypatch.chdir(pack)

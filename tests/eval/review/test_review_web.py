@@ -22,7 +22,7 @@ from eval.review.web import serving
 
 @contextmanager
 def served(pack: Pack, rater: str | None = None) -> Iterator[httpx.Client]:
-    with serving(pack, rater) as address, httpx.Client(base_url=address, timeout=30) as client:
+    with serving(pack, rater) as address, httpx.Client(base_url=address, timeout=120) as client:
         yield client
 
 

@@ -56,7 +56,7 @@ def begin(forks: Nursery, command: list[str]) -> Begin:
 
 def wait_for_layers(run: Running, out: Path, count: int) -> None:
     """Until `count` shards are committed; the run must be at work still."""
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 300
     while len(list(staging_of(out).glob("shard-*.json"))) < count:
         assert not run.is_over(), run.wait().output
         assert time.monotonic() < limit

