@@ -27,14 +27,32 @@ def redacted(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _review(review: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Votes without what raters noted."""
+    """Votes without what raters noted; raters are numbered in the order in which they stand."""
     if review is None:
         return None
-    items = [
-        {**item, "votes": [{**vote, "note": _hidden(vote["note"])} for vote in item["votes"]]}
-        for item in review.get("items", ())
-    ]
-    return {**review, "items": items}
+    names = {r["rater"]: f"rater {n}" for n, r in enumerate(review["raters"], start=1)}
+    files = enumerate(review.get("ratings", {}).values(), start=1)  # named like the raters
+    return {
+        **review,
+        "raters": [{**r, "rater": names[r["rater"]]} for r in review["raters"]],
+        "agreement": _agreement(review.get("agreement"), names),
+        "ratings": {f"file {n}": digest for n, digest in files},
+        "items": [
+            {**item, "votes": [_vote(vote, names) for vote in item["votes"]]}
+            for item in review.get("items", ())
+        ],
+    }
+
+
+def _vote(vote: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {**vote, "rater": names.get(vote.get("rater", "")), "note": _hidden(vote["note"])}
+
+
+def _agreement(agreement: Any, names: Mapping[str, str]) -> Any:
+    if not agreement:
+        return agreement
+    pairs = [{**p, "raters": [names.get(r) for r in p["raters"]]} for p in agreement["pairs"]]
+    return {**agreement, "pairs": pairs}
 
 
 def _item(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -116,6 +116,8 @@ class Stamp(BaseModel):
         """A stamp that was edited by hand shows where it contradicts itself."""
         if self.verdict != "accepted":
             return self
+        if not self.metrics:
+            raise ValueError("it says accepted, but names nothing that was judged")
         failed = [metric.name for metric in self.metrics if metric.verdict == "rejected"]
         if failed:
             raise ValueError(f"it says accepted, but {failed[0]} is rejected")

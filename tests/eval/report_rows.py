@@ -88,6 +88,8 @@ def review_data(verdict: str = "accepted", **changes: Any) -> dict[str, Any]:
              "num_needed": 400 if outcome == "inconclusive" else None},
         ],
         "items": [{"votes": [{"rater": "Ann", "note": "Foo GmbH is missing"}]}],
+        "ratings": {"ann-01234567.jsonl": "ee" * 32, "bob-01234567.jsonl": "ff" * 32},
+        "agreement": {"num_items": 9, "pairs": [{"raters": ["Ann", "Bob"], "num_items": 9}]},
         **changes,
     }  # fmt: skip
 

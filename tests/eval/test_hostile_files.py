@@ -213,6 +213,7 @@ def test_reviews_that_were_edited(changes: dict[str, Any], said: str) -> None:
     assert said in str(error.value)
 
 
+PASSED = (MetricRecord(name="kl_mean", verdict="accepted"),)
 STAMP = Stamp(
     artifact_digest="ab" * 32, verdict="rejected", judged_at="2026-11-30T11:24:29+00:00",
     base="base", gates_sha256="ef" * 32,
@@ -226,9 +227,10 @@ STAMP = Stamp(
     ("changes", "said"),
     [
         ({}, "kl_mean is rejected"),
-        ({"metrics": (), "review": ReviewRecord(verdict="pending", required=True)},
+        ({"metrics": ()}, "names nothing that was judged"),
+        ({"metrics": PASSED, "review": ReviewRecord(verdict="pending", required=True)},
          "the review is pending"),
-        ({"metrics": (), "review": ReviewRecord(verdict="rejected", required=False)},
+        ({"metrics": PASSED, "review": ReviewRecord(verdict="rejected", required=False)},
          "the review is rejected"),
     ],
 )  # fmt: skip

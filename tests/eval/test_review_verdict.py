@@ -15,11 +15,19 @@ from eval.errors import GateSpecError, UsageError
 from eval.gate import Result, Verdict, await_review
 from eval.gate_spec import parse_gates
 from eval.joining import join
+from eval.redaction import redacted
 from eval.report import pages
 from eval.report_page import badges, worst
 from eval.review.rules import ReviewDemand
 from eval.review.verdict import State, joint
-from quant.artifact.stamp import Numerics, ReviewRecord, Stamp, read_stamp, write_stamp
+from quant.artifact.stamp import (
+    MetricRecord,
+    Numerics,
+    ReviewRecord,
+    Stamp,
+    read_stamp,
+    write_stamp,
+)
 from runtime.config import ConfigError
 from runtime.server.verdict import refuse_unless_accepted
 
@@ -47,6 +55,7 @@ def stamp_of(data: dict[str, Any], folder: Path, **changes: Any) -> Path:
         judged_at=data["judged_at"], base="base", gates_sha256=data["gates"]["sha256"],
         numerics=Numerics(device_class="cpu", compute_dtype="float32", kv_cache_dtype="float32",
                           lm_head_scheme="none"),
+        metrics=(MetricRecord(name="kl_mean", verdict="accepted"),),
         review=ReviewRecord(verdict="pending", required=True),
     )  # fmt: skip
     write_stamp(folder, stamp.model_copy(update=changes))
@@ -189,7 +198,13 @@ def test_the_stamp_holds_the_review(data: dict[str, Any], tmp_path: Path) -> Non
     assert (found.pack_sha256, found.samples_sha256) == ("bb" * 32, "aa" * 32)
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["verdict"], report["exit_code"]) == ("accepted", 0)
-    assert "Foo" not in json.dumps(report)
+    for name in ("report.json", "report.html", "summary.md"):
+        shown = (tmp_path / name).read_text()
+        assert not [word for word in ("Foo", "Ann", "Bob", "ann-0") if word in shown], name
+    assert [r["rater"] for r in report["review"]["raters"]] == ["rater 1", "rater 2", "rater 3"]
+    assert report["review"]["items"][0]["votes"][0]["rater"] == "rater 1"
+    assert report["review"]["agreement"]["pairs"][0]["raters"] == ["rater 1", "rater 2"]
+    assert redacted(report) == report
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def stamp(verdict: Verdict = "accepted", digest: str = "d" * 64, **numerics: str
     return Stamp(
         artifact_digest=digest, verdict=verdict, judged_at="2026-01-01T00:00:00Z", base="base",
         gates_sha256="g", numerics=judged,
+        metrics=(MetricRecord(name="kl_mean", verdict=verdict),),
     )  # fmt: skip
 
 
