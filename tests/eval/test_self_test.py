@@ -132,7 +132,7 @@ def test_a_gate_that_accepts_nothing_fails_the_test(
 ) -> None:
     (tmp_path / "gates.yaml").write_text(
         f"{QUICK}  top1_agreement: {{min: 0.9, judge: estimate}}\n"
-        "  kl_mean: {max: 1.0e-30, judge: estimate}\n"
+        "  perplexity_ratio: {max: 0.5, judge: estimate}\n"
     )
     code, out, _ = call("--base", taught_model, "--gates", tmp_path / "gates.yaml",
                         "--defect", "zero-layer", "--items", 4)  # fmt: skip
