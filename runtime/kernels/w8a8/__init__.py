@@ -204,7 +204,7 @@ def scaled_mm(product: Product) -> Tensor:
 
 
 def int_mm(product: Product) -> Tensor:
-    """The library's int8 product, scaled afterwards: correct everywhere, four bytes a sum."""
+    """The library's int8 product, scaled afterwards: exact on every GPU, four bytes a sum."""
     assert product.row_scale_M is not None
     assert product.channel_scale_N is not None
     sums = torch._int_mm(product.x_MK, product.w_NK.T).float()
