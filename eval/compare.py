@@ -23,6 +23,12 @@ from eval.stats import Sampling, cluster_bootstrap, holm, mcnemar_p, paired_by_c
 
 # Metrics whose value per document is a log-likelihood, or one with the words or bytes it is of.
 _LIKELIHOODS = frozenset(("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"))
+# lm-eval's own metrics, whatever a results file leaves out: whether more of them is better.
+_MORE_IS_BETTER = {
+    **dict.fromkeys(("acc", "acc_norm", "acc_mutual_info", "acc_bytes", "acc_all"), True),
+    **dict.fromkeys(("exact_match", "likelihood", "mcc", "f1", "bleu", "chrf", "chrf++"), True),
+    **dict.fromkeys(("brier_score", "ter"), False),
+}
 Kind = Literal["pass or fail", "score", "likelihood"]
 
 
@@ -103,17 +109,18 @@ def compare(
         wanted: which metrics. cluster: a field of the documents that says which belong together.
 
     Raises:
-        MismatchError: the runs cannot be paired. EvaluationError: nothing to compare, or a metric
-        of A that B lacks. UsageError: a document without the cluster field.
+        MismatchError: the runs cannot be paired. EvaluationError: nothing to compare, a metric of A
+        that B lacks, or one of which nobody says whether more is better. UsageError: a document
+        without the cluster field.
     """
     found: list[MetricComparison] = []
     left_out: list[str] = []
     for task, pairs in pair_runs(base, candidate).items():
-        directions = base.higher_is_better.get(task, {})
         for name, of_filter in _by_filter(pairs).items():
             clusters = _clusters(of_filter, cluster)
             for metric in _metrics(task, of_filter, wanted):
-                judge = _Judge(task, metric, name, limits, sampling, directions.get(metric, True))
+                direction = _direction(task, metric, (base, candidate))
+                judge = _Judge(task, metric, name, limits, sampling, direction)
                 one = judge.compare(of_filter, clusters)
                 if isinstance(one, str):
                     left_out.append(one)
@@ -171,6 +178,15 @@ def _metrics(task: str, pairs: Sequence[Pair], wanted: Callable[[str], bool]) ->
     return names
 
 
+def _direction(task: str, metric: str, runs: Sequence[RunFolder]) -> bool | None:
+    """Whether more of a metric is better; None when the runs do not say, or not the same.
+
+    lm-eval writes null for a metric whose task does not say it.
+    """
+    said = {run.higher_is_better.get(task, {}).get(metric) for run in runs} - {None}
+    return said.pop() if len(said) == 1 else None if said else _MORE_IS_BETTER.get(metric)
+
+
 def _clusters(pairs: Sequence[Pair], name: str | None) -> list[str]:
     if name is None:
         return [pair.base.doc_hash for pair in pairs]
@@ -191,7 +207,7 @@ class _Judge:
     filter: str
     limits: Limits
     sampling: Sampling
-    is_higher_better: bool
+    is_higher_better: bool | None
 
     def compare(self, pairs: Sequence[Pair], clusters: list[str]) -> MetricComparison | str:
         """The comparison, or why there is none."""
@@ -202,6 +218,12 @@ class _Judge:
             base, candidate = ([float(a == b) for a, b in side] for side in (base, candidate))
         if not all(isinstance(v, bool | int | float) for v in (*base, *candidate)):
             return f"{self.task}/{self.metric}: its values per document are no numbers"
+        if self.is_higher_better is None:
+            raise EvaluationError(
+                f"{self.task}/{self.metric}: the runs do not say whether more of it is better, so "
+                "a loss would look like a gain; give it `higher_is_better` in the task's "
+                "metric_list and run again, or name the other metrics with --metrics"
+            )
         sign = 1.0 if self.is_higher_better else -1.0
         left, right = np.array(base, dtype=float), np.array(candidate, dtype=float)
         if not np.isfinite(left).all():

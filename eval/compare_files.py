@@ -62,7 +62,7 @@ class RunFolder:
     folder: Path
     name: str
     tasks: dict[str, tuple[Sample, ...]]
-    higher_is_better: dict[str, dict[str, bool]] = field(default_factory=dict)
+    higher_is_better: dict[str, dict[str, bool | None]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
 

@@ -68,7 +68,7 @@ def test_a_significant_loss_within_the_margin_raises_an_alarm(tmp_path: Path) ->
     assert one.metrics[0].alarm
     base, candidate = of_counts(1000, 20, 10)
     for row in (*base, *candidate):  # a second metric, without any loss: Holm doubles the p-value
-        row |= {"metrics": ["acc", "fine"], "fine": 1}
+        row |= {"metrics": ["acc", "exact_match"], "exact_match": 1}
     both = judged(tmp_path / "two", base, candidate)
     first = next(m for m in both.metrics if m.metric == "acc")
     assert first.holm_p == pytest.approx(2 * (first.p_value or 0))
@@ -171,6 +171,22 @@ def test_a_metric_where_less_is_better(tmp_path: Path) -> None:
     direction = {"results": {"higher_is_better": {"intent": {"wer": False}}}}
     assert judged(tmp_path / "worse", base, worse, **direction).exit_code == 1
     assert judged(tmp_path / "better", worse, base, **direction).exit_code == 0
+
+
+def test_a_metric_of_unknown_direction_is_refused_not_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # What lm-eval writes where a metric_list names a metric of the task's own and no direction.
+    unknown = {"higher_is_better": {"intent": {"valid_json": None, "acc": None}}}
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder, value in ((a, 1), (b, 0)):
+        write_run(folder, [sample(k, valid_json=value, acc=1) for k in range(200)], **unknown)
+    code, _, err = run(capsys, a, b)
+    assert code == 4
+    assert "intent/valid_json: the runs do not say whether more of it is better" in err
+    assert run(capsys, a, b, "--metrics", "acc")[0] == 0
+    write_run(a, [], date="2027", higher_is_better={"intent": {"valid_json": True}})
+    assert run(capsys, a, b, "--metrics", "valid_json")[0] == 1
 
 
 @pytest.mark.parametrize(("shift", "code"), [(0.01, 0), (0.05, 1), (-0.05, 0)])
