@@ -24,6 +24,8 @@ from runtime.text import ChatTemplateError, TextProcessor
 GOLD_FACTOR, GOLD_EXTRA = 2, 16
 # Of items that name no right answer and no limit of their own.
 DEFAULT_MAX_TOKENS = 192
+# Stands for the answer of a turn that names no right one.
+_ANY_ANSWER = "Yes."
 
 Messages = Sequence[dict[str, str]]
 
@@ -32,8 +34,9 @@ Messages = Sequence[dict[str, str]]
 class Workload:
     """What both models are asked. `texts[i]` is the rendered prompt of `items[i]`.
 
-    Later turns of a dialog are among `items`; their texts and prompts are those of their own
-    messages alone, because what stands before them is each model's own answer.
+    Later turns of a dialog are among `items`; what stands before them is each model's own answer.
+    Their prompts are those of their own messages alone, their texts hold a right answer in its
+    place.
     """
 
     windows: tuple[Window, ...]
@@ -60,14 +63,29 @@ def prepare(suite: Suite, text: TextProcessor, amounts: Amounts) -> Workload:
     if not windows:
         raise EvaluationError(f"zero tokens to score: no usable document in {suite.directory}")
     items = suite.pick(amounts.num_items, amounts.seed)
+    asked = zip(items, _conversations(items), strict=True)
     used = {window.document for window in windows}
     return Workload(
         windows=tuple(windows),
         items=tuple(items),
-        texts=tuple(render(text, item, item.messages) for item in items),
+        texts=tuple(render(text, item, said) for item, said in asked),
         prompts=tuple(make_prompt(text, item, item.messages) for item in items),
         document_texts=tuple(d.text for d in suite.documents if d.id in used),
     )
+
+
+def _conversations(items: Sequence[TaskItem]) -> tuple[Messages, ...]:
+    """What each item's prompt is made of, with right answers where a model's own will stand: a
+    template may treat earlier answers in its own way, and that must show before anyone is asked."""
+    found: dict[str, Messages] = {}
+    answers = {item.id: item.gold_text or _ANY_ANSWER for item in items}
+    for item in items:
+        before: Messages = ()
+        if item.follows is not None:
+            said = {"role": "assistant", "content": answers[item.follows]}
+            before = (*found[item.follows], said)
+        found[item.id] = (*before, *item.messages)
+    return tuple(found[item.id] for item in items)
 
 
 def render(text: TextProcessor, item: TaskItem, messages: Messages) -> str:
@@ -111,9 +129,10 @@ def check_same_reading(workload: Workload, text: TextProcessor, base_tokenizer: 
     """
     _check_templates(text, base_tokenizer)
     if text.chat_template is not None:
-        for item, prompt in zip(workload.items, workload.texts, strict=True):
+        said_of = _conversations(workload.items)
+        for item, said, prompt in zip(workload.items, said_of, workload.texts, strict=True):
             rendered = base_tokenizer.apply_chat_template(
-                item.messages, tools=item.tools, tokenize=False, add_generation_prompt=True
+                list(said), tools=item.tools, tokenize=False, add_generation_prompt=True
             )
             if rendered != prompt:
                 raise TargetError(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from suite_rows import ANSWER, item_row, write_rows
 
 from eval.amounts import Amounts
 from eval.api import evaluate, make_job, run
@@ -298,6 +299,27 @@ def test_base_that_does_not_belong_to_the_artifact(
             (templated / name).write_text(text)
     with pytest.raises(TargetError, match="renders the chat"):
         judge(dense, base=str(templated))
+
+
+def test_a_template_that_treats_earlier_answers_otherwise_is_found(
+    taught_model: Path, dense: Path, judge: Callable[..., Any], suite_dir: Path, tmp_path: Path
+) -> None:
+    """Both models get the artifact's prompts, so only the rendering can show it."""
+    suite = shutil.copytree(suite_dir, tmp_path / "suite")
+    checks = [{"kind": "json_valid"}]
+    turns = [
+        {"messages": item_row(n)["messages"], "checks": checks, "gold": ANSWER} for n in (1, 2)
+    ]
+    row = {"id": "d", "source": "talk", "lang": "en", "turns": turns}
+    write_rows(suite / "dialog.jsonl", [row])
+    other = shutil.copytree(taught_model, tmp_path / "forgets")
+    template = other / "chat_template.jinja"
+    users = "{% for message in messages if message.role != 'assistant' %}"
+    told = template.read_text().replace("{% for message in messages %}", users)
+    assert told != template.read_text()
+    template.write_text(told)
+    with pytest.raises(TargetError, match="renders the chat of item d#2 differently"):
+        judge(dense, base=str(other), suite=suite)
 
 
 def test_missing_base_asks_for_it(
