@@ -26,7 +26,7 @@ from eval.review.power import detectable_preference, sign_test_p
 from eval.review.ratings import History
 from eval.review.rules import Rules
 from eval.review.unseal import RaterResult, Vote, check_rater, votes_by_item
-from eval.review.weighted import effective_size, share_bounds
+from eval.review.weighted import effective_size, independent_size, share_bounds
 from eval.stats import (
     Interval,
     Sampling,
@@ -77,14 +77,16 @@ class Preference:
 class Faults:
     """new: the candidate's critical faults that the base lacks, over all requests, re-weighted.
 
-    The counts are of rated items. upper_if_none: the bound that as many requests without any fault
-    would have given.
+    The counts are of rated items. num_independent: what they are worth where several come from one
+    document or stand for different numbers of requests. upper_if_none: the bound that as many
+    requests without any fault would have given.
     """
 
     new: Interval
     num_new: int
     num_candidate: int
     num_base: int
+    num_independent: float
     upper_if_none: float
 
 
@@ -246,10 +248,9 @@ def _reach(
     judged: Sequence[Judged], sides: Sequence[float], common: float, confidence: float
 ) -> tuple[float, float]:
     """How far the mean of differing requests may reach when as many as can be leave `common`."""
-    weights = [item.entry.weight for item in judged]
 
     def most(holds: Callable[[float], bool]) -> float:
-        return share_bounds(weights, [holds(side) for side in sides], confidence).upper
+        return _bounds(judged, [holds(side) for side in sides], confidence).upper
 
     if not common:
         return -most(lambda side: side < 0), most(lambda side: side > 0)
@@ -261,11 +262,21 @@ def _reach(
     return (reach, mean) if common > 0 else (mean, reach)
 
 
+def _bounds(judged: Sequence[Judged], holds: Sequence[bool], confidence: float) -> Interval:
+    """The share of differing requests for which `holds`."""
+    return share_bounds(*_weighed(judged), holds, confidence)
+
+
+def _weighed(judged: Sequence[Judged]) -> tuple[list[float], list[str]]:
+    """The items' weights and documents."""
+    return [item.entry.weight for item in judged], [item.entry.doc for item in judged]
+
+
 def _exact(
     judged: Sequence[Judged], holds: Sequence[bool], share: float, confidence: float
 ) -> Interval:
     """The share of all requests for which `holds`, where only the share that differs can."""
-    found = share_bounds([item.entry.weight for item in judged], holds, confidence)
+    found = _bounds(judged, holds, confidence)
     return Interval(
         estimate=share * found.estimate, lower=share * found.lower, upper=share * found.upper
     )
@@ -279,6 +290,7 @@ def _faults(judged: Sequence[Judged], share: float, rules: Rules) -> Faults:
         num_new=sum(new),
         num_candidate=sum(item.candidate_fault for item in judged),
         num_base=sum(item.base_fault for item in judged),
+        num_independent=independent_size(*_weighed(judged), new),
         upper_if_none=_exact(judged, none, share, rules.confidence).upper,
     )
 
@@ -318,9 +330,11 @@ def _more(count: int, net: Interval, limit: float) -> int | None:
 
 
 def _answer_faults(found: Faults, count: int, share: float, rules: Rules) -> Answer:
-    new = found.new
+    new, worth = found.new, math.floor(found.num_independent)
     said = (
-        f"{found.num_new} of {count} requests have a critical fault of the candidate that "
+        f"{found.num_new} of {count} requests "
+        + (f"(worth {worth} independent ones) " if worth < count else "")
+        + f"have a critical fault of the candidate that "
         f"the base lacks: {new.estimate:.1%} of all, at most {new.upper:.1%} "
         f"({rules.confidence:.0%} bound); {rules.max_critical:.1%} is allowed"
     )
@@ -338,15 +352,16 @@ def _answer_faults(found: Faults, count: int, share: float, rules: Rules) -> Ans
 
 def _enough(found: Faults, share: float, rules: Rules, count: int) -> int | None:
     """The fewest requests that decide if the observed rate stays."""
-    rate = found.num_new / count
+    rate, worth = found.num_new / count, found.num_independent / count
     sizes = (round(count * 1.02**k) + k for k in range(1, 400))
     for size in sizes:
         if size > MOST_ITEMS:
             return None
-        hits = round(rate * size)
-        if share * clopper_pearson_upper(hits, size, rules.confidence) <= rules.max_critical:
+        trials = math.floor(worth * size)
+        hits = round(rate * trials)
+        if share * clopper_pearson_upper(hits, trials, rules.confidence) <= rules.max_critical:
             return size
-        if share * clopper_pearson_lower(hits, size, rules.confidence) > rules.max_critical:
+        if share * clopper_pearson_lower(hits, trials, rules.confidence) > rules.max_critical:
             return size
     return None
 

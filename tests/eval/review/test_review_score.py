@@ -192,7 +192,8 @@ def test_few_ties_more_do_not_pass_by_an_empty_bootstrap() -> None:
 
 def test_bounds_of_equal_weights_are_those_of_the_count() -> None:
     for hits, trials in ((0, 150), (1, 150), (7, 40), (40, 40)):
-        found = share_bounds([3.7] * trials, [n < hits for n in range(trials)], 0.95)
+        docs = [f"d{n}" for n in range(trials)]
+        found = share_bounds([3.7] * trials, docs, [n < hits for n in range(trials)], 0.95)
         assert found.estimate == pytest.approx(hits / trials)
         assert found.upper == clopper_pearson_upper(hits, trials)
         assert found.lower == clopper_pearson_lower(hits, trials)
@@ -200,7 +201,7 @@ def test_bounds_of_equal_weights_are_those_of_the_count() -> None:
 
 def test_bounds_of_unequal_weights_are_rounded_outward() -> None:
     """1 of 7 in 49 / 19 = 2.6 effective trials: between 0 and 1 hits of 2."""
-    found = share_bounds([1.0, 3.0, 3.0], [True, False, False], 0.95)
+    found = share_bounds([1.0, 3.0, 3.0], ["a", "b", "c"], [True, False, False], 0.95)
     assert found.estimate == pytest.approx(1 / 7)
     assert (found.lower, found.upper) == (0, clopper_pearson_upper(1, 2))
 
@@ -210,13 +211,56 @@ def test_bounds_of_weighted_items_hold() -> None:
     chance = np.random.default_rng(5)
     weights, rates = np.repeat([1.0, 6.0], 60), np.repeat([0.02, 0.08], 60)
     truth = (weights * rates).sum() / weights.sum()
+    docs = [f"d{n}" for n in range(120)]
     found = [
-        share_bounds(list(weights), list(chance.random(120) < rates), 0.95) for _ in range(400)
+        share_bounds(list(weights), docs, list(chance.random(120) < rates), 0.95)
+        for _ in range(400)
     ]
     assert np.mean([f.upper >= truth for f in found]) >= 0.94
     assert np.mean([f.lower <= truth for f in found]) >= 0.94
     assert effective_size(list(weights)) == pytest.approx(420**2 / (60 + 36 * 60))
     assert np.mean([f.upper for f in found]) < 0.2
+
+
+def in_dialogs(key: Key, turns: int) -> Key:
+    """The key with its requests as turns of dialogs."""
+    entries = [
+        e.model_copy(update={"doc": f"dialog {n // turns}"}) if e.kind == "request" else e
+        for n, e in enumerate(key.entries)
+    ]
+    return key.model_copy(update={"entries": entries})
+
+
+def test_the_turns_of_a_dialog_are_no_independent_requests() -> None:
+    """100 turns without a fault: of 20 dialogs no more can be said than of 20 requests."""
+    key = in_dialogs(make_key(100), 5)
+    found = score(key, Rules(), [rater(key)])
+    assert found.faults is not None
+    assert found.faults.new.upper == pytest.approx(1 - 0.05 ** (1 / 20))
+    assert outcomes(found)["critical_faults"] == "inconclusive"
+    assert "0 of 100 requests (worth 20 independent ones)" in found.answers[1].reason
+    needed = found.answers[1].num_needed
+    assert needed is not None
+    enough = in_dialogs(make_key(-(-needed // 5) * 5), 5)
+    assert outcomes(score(enough, Rules(), [rater(enough)]))["critical_faults"] == "pass"
+    few = in_dialogs(make_key(20), 2)
+    net = score(few, Rules(), [rater(few)]).preference
+    assert net is not None
+    assert -net.net.lower == pytest.approx(1 - 0.05 ** (1 / 10))
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_bounds_of_items_in_documents_hold(are_alike: bool) -> None:
+    """40 documents of five items, 10 % faults, all of a document's items alike or none."""
+    chance = np.random.default_rng(3)
+    docs = [f"d{n // 5}" for n in range(200)]
+    found = []
+    for _ in range(400):
+        drawn = np.repeat(chance.random(40), 5) if are_alike else chance.random(200)
+        found.append(share_bounds([1.0] * 200, docs, list(drawn < 0.1), 0.95))
+    assert np.mean([f.upper >= 0.1 for f in found]) >= 0.94
+    assert np.mean([f.lower <= 0.1 for f in found]) >= 0.94
+    assert np.mean([f.upper for f in found]) < (0.25 if are_alike else 0.16)
 
 
 def test_pending_says_nothing_of_sides() -> None:
