@@ -10,19 +10,26 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from eval.checks.base import Reply
 from eval.checks.catalogue import TASK_METRICS
-from eval.checks.registry import score_reply
+from eval.checks.registry import KINDS, score_reply
 from eval.errors import EvaluationError
 from eval.gate_spec import GateSpec
 from eval.suites import TaskItem
 from eval.windows import Window
 
+_NO_REPLY = Reply(text="", raw="", finish="error")
 _TEXT_METRICS = ("perplexity_ratio", "kl_mean", "kl_p99", "top1_agreement")
 
 
 def metrics_of(item: TaskItem) -> tuple[str, ...]:
     """The metrics that any answer to this item has a value of."""
-    scored = score_reply(Reply(text="", raw="", finish="error"), item.checks)
+    scored = score_reply(_NO_REPLY, item.checks)
     return (*scored.values, *scored.signals)
+
+
+def _own_metrics(item: TaskItem) -> tuple[str, ...]:
+    """Those that the row itself asks for, without what every answer is looked at for."""
+    found = (KINDS[check.kind].score(_NO_REPLY, check.options) for check in item.checks)
+    return tuple(name for outcome in found for name in outcome.values)
 
 
 def domains_of(row: TaskItem | Window) -> tuple[str, str]:
@@ -31,7 +38,9 @@ def domains_of(row: TaskItem | Window) -> tuple[str, str]:
 
 
 def require_covered(spec: GateSpec, windows: Sequence[Window], items: Sequence[TaskItem]) -> None:
-    """EvaluationError for a rule that no window and no item can give a value for."""
+    """EvaluationError for a rule that no window and no item can give a value for, and for a golden
+    item that no rule would miss."""
+    _require_golden_judged(spec, items)
     held = _held(windows, items)
     for name, rule in spec.metrics.items():
         if name not in held:
@@ -45,6 +54,16 @@ def require_covered(spec: GateSpec, windows: Sequence[Window], items: Sequence[T
             raise EvaluationError(
                 f"the gates file judges {name} in {pattern}, but none of that is asked; there "
                 f"are: {', '.join(sorted(held[name]))}"
+            )
+
+
+def _require_golden_judged(spec: GateSpec, items: Sequence[TaskItem]) -> None:
+    for item in items:
+        own = _own_metrics(item)
+        if item.golden and not any(name in spec.metrics for name in own):
+            raise EvaluationError(
+                f"item {item.id} is golden, so it must never be lost, but the gates file judges "
+                f"nothing that its checks find ({', '.join(own)}); give one of these a limit"
             )
 
 

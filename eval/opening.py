@@ -41,6 +41,8 @@ from runtime.config import EngineConfig
 from runtime.engine.resolve import device_of
 from runtime.text import TextProcessor
 
+_NAMED = 3  # of the golden items that were not asked
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -263,6 +265,13 @@ def notes_on(opened: Opened, amounts: Amounts) -> tuple[str, ...]:
     if len(opened.workload.windows) < amounts.num_windows:
         found = len(opened.workload.windows)
         notes.append(f"The suite gave {found} of {amounts.num_windows} windows asked for.")
+    asked = {item.id for item in opened.workload.items}
+    if unasked := [i.id for i in opened.suite.items if i.golden and i.id not in asked]:
+        more = ", ..." if len(unasked) > _NAMED else ""
+        notes.append(
+            f"{len(unasked)} golden items, which must never be lost, were not asked "
+            f"({', '.join(unasked[:_NAMED])}{more}); --items {opened.suite.largest_file} asks all."
+        )
     notes += [
         f"{name} holds {len(rows)} of {amounts.num_items} items asked for."
         for name, rows in opened.suite.tasks.items()

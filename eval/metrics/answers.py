@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from eval.checks.base import Value
-from eval.checks.catalogue import TASK_METRICS, Rate
+from eval.checks.catalogue import TASK_METRICS, Rate, TaskMetric
 from eval.checks.registry import Scored
 from eval.measurement import Measurement
 from eval.metrics.lengths import LENGTH_EDGES, length_bucket
@@ -124,13 +124,21 @@ def measurement(
     num_failed = sum(pair.candidate.failed for pair in pairs)
     if metric.rate is None:
         found = pass_or_fail(name, rows, num_failed, sampling)
-        lost = (
-            pair.item.id
-            for pair, row in zip(pairs, rows, strict=True)
-            if pair.item.golden and row.base[0] == 1 and row.candidate[0] != 1
-        )
-        return replace(found, golden_lost=tuple(lost) if metric.kept is None else ())
-    return graded(name, rows, num_failed, sampling, metric.rate)
+    else:
+        found = graded(name, rows, num_failed, sampling, metric.rate)
+    lost = (
+        pair.item.id
+        for pair, row in zip(pairs, rows, strict=True)
+        if pair.item.golden and _is_right(row.base, metric) and not _is_right(row.candidate, metric)
+    )
+    return replace(found, golden_lost=tuple(lost) if metric.kept is None else ())
+
+
+def _is_right(values: tuple[float, ...], metric: TaskMetric) -> bool:
+    """Whether one answer passes, or has all that its counts are of."""
+    if metric.rate is None:
+        return values[0] == 1
+    return value(metric.rate, np.array([values])) == 1
 
 
 def pass_or_fail(

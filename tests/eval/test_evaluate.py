@@ -322,6 +322,19 @@ def test_a_template_that_treats_earlier_answers_otherwise_is_found(
         judge(dense, base=str(other), suite=suite)
 
 
+def test_golden_rows_that_were_not_asked_are_named(
+    dense: Path, judge: Callable[..., Any], suite_dir: Path, tmp_path: Path
+) -> None:
+    suite = shutil.copytree(suite_dir, tmp_path / "suite")
+    golden = [{**item_row(n), "golden": True} for n in range(70)]
+    write_rows(suite / "extraction.jsonl", golden)
+    judge(dense, suite=suite, items=66, stamp=False)
+    notes = json.loads((tmp_path / "out" / "report.json").read_text())["notes"]
+    [said] = [note for note in notes if "golden" in note]
+    assert said.startswith("4 golden items, which must never be lost, were not asked (item-")
+    assert said.endswith("--items 70 asks all.")
+
+
 def test_missing_base_asks_for_it(
     taught_model: Path, artifact: Callable[..., Path], judge: Callable[..., Any], tmp_path: Path
 ) -> None:

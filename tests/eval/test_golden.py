@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from suite_rows import ANSWER, SCHEMA, document_row, item_row, write_rows
 
 from eval.checks.base import Reply
 from eval.checks.registry import score_reply
-from eval.errors import SuiteError
+from eval.coverage import require_covered
+from eval.errors import EvaluationError, SuiteError
 from eval.gate import judge
 from eval.gate_spec import GateSpec
 from eval.metrics.answers import PairedItem, measure
@@ -49,6 +51,29 @@ def test_one_lost_golden_row_rejects(tmp_path: Path, golden: str, expected: str)
     pairs = [paired(i, "{}", "oops" if i.id == "task-7" else "{}") for i in items]
     verdict = judge(RULES, {m.name: m for m in measure(pairs, Sampling(draws=1000))})
     assert verdict.result == expected
+
+
+@pytest.mark.parametrize("metric", ["field_f1", "field_accuracy", "field_completeness"])
+def test_a_golden_row_is_lost_with_the_first_of_its_fields(tmp_path: Path, metric: str) -> None:
+    checks = [{"kind": "fields", "gold": ANSWER}]
+    items = suite_items(tmp_path, [row(n, checks=checks, golden=n in (7, 8)) for n in range(300)])
+    rules = GateSpec.model_validate({"version": 1, "metrics": {metric: {"max_drop": 0.05}}})
+    whole, part = json.dumps(ANSWER), json.dumps({"ok": True})
+    said = {"task-7": (whole, part), "task-8": (part, "{}")}
+    pairs = [paired(i, *said.get(i.id, (whole, whole))) for i in items]
+    verdict = judge(rules, {m.name: m for m in measure(pairs, Sampling(draws=1000))})
+    assert verdict.result == "rejected"
+    assert verdict.findings[0].measurement.golden_lost == ("task-7",)
+
+
+def test_a_golden_row_that_no_rule_would_miss_is_refused(tmp_path: Path) -> None:
+    checks = [{"kind": "language", "expect": "en"}]
+    items = suite_items(tmp_path, [row(0, checks=checks, golden=True)])
+    with pytest.raises(EvaluationError, match=r"task-0 is golden.*\(language_right\)"):
+        require_covered(RULES, [], items)
+    rules = {"json_valid": {"max_drop": 0.05, "if_measured": True},
+             "language_right": {"max_drop": 0.05}}  # fmt: skip
+    require_covered(GateSpec.model_validate({"version": 1, "metrics": {**rules}}), [], items)
 
 
 def test_a_golden_row_that_the_base_gets_wrong_cannot_be_lost(tmp_path: Path) -> None:
