@@ -176,11 +176,14 @@ def _levels(
 ) -> tuple[Level, ...]:
     if server is None:
         return (Level(name="candidate", generate=candidate.generate, choose=candidate.choose),)
-    targets = [(n, server.at(n)) for n in concurrencies]
-    return tuple(
-        Level(name=f"server, {n} at once", generate=target.generate, choose=target.choose)
-        for n, target in targets
-    )
+    found: list[Level] = []
+    for place, n in enumerate(concurrencies):
+        # A round's answers are kept by its name: the same number twice is two rounds.
+        again = concurrencies[:place].count(n)
+        name = f"server, {n} at once" + (f", round {again + 1}" if again else "")
+        target = server.at(n)
+        found.append(Level(name=name, generate=target.generate, choose=target.choose))
+    return tuple(found)
 
 
 def _read_alike(

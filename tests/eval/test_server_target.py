@@ -297,6 +297,12 @@ def test_the_same_suite_alone_and_under_load(
         assert 0.5 < agreed < 0.8
         assert any("part at token" in note for note in report["notes"])
 
+        mock.asked.clear()
+        evaluate(copy, against=service, concurrency=(6, 6), **options)
+        assert len(mock.asked) == 2 * 60
+        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        assert report["measurements"]["load_check_agreement"]["estimate"] < 1
+
         gates = tmp_path / "gates.yaml"
         gates.write_text(
             "version: 1\nreview: {required: true}\nmetrics: {top1_agreement: {min: 0.5}}\n"
