@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -177,23 +178,30 @@ def graded(
     width = base.shape[1]
     sums = np.concatenate([base, candidate], axis=1)
     interval = cluster_bootstrap(
-        sums, lambda totals: rate(totals[:, :width]) - rate(totals[:, width:]), sampling
+        sums, lambda totals: rate(totals[:, :width]) - achieved(rate, totals[:, width:]), sampling
     )
     interval = _unsure(interval, num_changed, len(sums), sampling.confidence)
     return Measurement(
         name=name,
         unit="drop",
         base=value(rate, base.sum(axis=0, keepdims=True)),
-        candidate=value(rate, candidate.sum(axis=0, keepdims=True)),
+        candidate=value(partial(achieved, rate), candidate.sum(axis=0, keepdims=True)),
         estimate=interval.estimate,
         lower=interval.lower,
         upper=interval.upper,
         counted="items",
-        # Without one thing to count in all items the rate is 0 / 0 and nothing was scored.
+        # Without one thing to count in the base's answers its rate is 0 / 0: nothing was scored.
         num_scored=0 if math.isnan(interval.estimate) else len(rows),
         num_clusters=len(sums),
         num_nonfinite=num_failed,
     )
+
+
+def achieved(rate: Rate, sums: np.ndarray) -> np.ndarray:
+    """The candidate's rate. Where nothing is left to count (0 / 0), nothing was achieved: who gives
+    no field at all has kept the type of none."""
+    found: np.ndarray = np.nan_to_num(rate(sums), nan=0.0)
+    return found
 
 
 def _clustered(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, int]:

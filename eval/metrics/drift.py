@@ -20,6 +20,7 @@ from eval.metrics.answers import (
     FEW_CHANGED,
     PairedItem,
     Row,
+    achieved,
     measurement,
     row_of,
     values_of,
@@ -117,7 +118,8 @@ def _interval(short: _End, long: _End, rate: Rate | None, sampling: Sampling) ->
 
     def statistic(totals: np.ndarray) -> np.ndarray:
         parts = totals.reshape(len(totals), 4, width).swapaxes(0, 1)
-        base_short, short_, base_long, long_ = ((rate or share)(part) for part in parts)
+        base_short, base_long = ((rate or share)(parts[at]) for at in (0, 2))
+        short_, long_ = (achieved(rate or share, parts[at]) for at in (1, 3))
         drift: np.ndarray = (base_long - long_) - (base_short - short_)
         return drift
 

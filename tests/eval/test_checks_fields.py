@@ -11,6 +11,8 @@ import pytest
 
 from eval.checks.base import Reply
 from eval.checks.registry import Scored, read_checks, score_reply
+from eval.gate import judge
+from eval.gate_spec import GateSpec
 from eval.metrics.answers import PairedItem, length_bucket, measure
 from eval.metrics.normalise import flatten, normalise
 from eval.stats import Sampling
@@ -300,3 +302,23 @@ def test_flawless_items_prove_only_what_their_number_can(count: int, least: floa
         assert found[name].estimate == 0
         assert found[name].upper == pytest.approx(least, abs=1e-3)
         assert found[name].lower == -found[name].upper
+
+
+def test_a_source_in_which_no_field_is_left_is_not_left_out() -> None:
+    """Of no field the types are kept: 0 / 0 for the candidate is a loss, not nothing to judge."""
+    limit = {"max_drop": 0.05}
+    rules = {"type_fidelity": {**limit, "strata": {"source:*": limit}}}
+    spec = GateSpec.model_validate({"version": 1, "metrics": rules})
+    pairs = []
+    for source, said in (("contracts", json.dumps(GOLD)), ("service", "{}")):
+        asked = item(source)
+        both = score(asked, json.dumps(GOLD)), score(asked, said)
+        pairs += pairs_of(100, asked, *both)
+    found = {m.name: m for m in measure(pairs, Sampling(draws=1000))}
+    verdict = judge(spec, found)
+    assert verdict.result == "rejected"
+    outcomes = {f.stratum: f.outcome for f in verdict.findings}
+    assert outcomes == {"": "pass", "source:contracts": "pass", "source:service": "fail"}
+    alone = {m.name: m for m in measure(pairs[100:], Sampling(draws=1000))}
+    assert alone["type_fidelity"].candidate == 0
+    assert judge(spec, alone).result == "rejected"
