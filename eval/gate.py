@@ -241,6 +241,7 @@ def _says_nothing_new(
         and is_looser
         and within.judge == rule.judge
         and within.at_least in (None, rule.at_least)
+        and within.floor <= rule.floor
         and (rule.required or not within.required)
     )
 

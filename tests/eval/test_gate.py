@@ -114,6 +114,18 @@ def test_a_star_is_every_stratum_of_its_kind_that_has_no_rule_of_its_own() -> No
     ]  # fmt: skip
 
 
+def test_a_star_over_a_single_stratum_may_ask_more_than_the_whole() -> None:
+    """Of 56 % right with 50 % by chance, no loss of 5 points could show."""
+    found = measured(within("lang:en", items(900, 500, 0, 0), items(900, 500, 0, 0)))
+    asked = {"same": {"max_drop": 0.05}, "more": {"max_drop": 0.05, "floor": 0.5}}
+    verdicts = {
+        name: judge(spec(schema_valid={"max_drop": 0.05, "strata": {"lang:*": rule}}), found)
+        for name, rule in asked.items()
+    }
+    assert [len(v.findings) for v in verdicts.values()] == [1, 2]
+    assert [v.result for v in verdicts.values()] == ["accepted", "inconclusive"]
+
+
 @pytest.mark.parametrize("pattern", ["lang:zh", "length:*"])
 def test_a_stratum_without_items_is_an_error(pattern: str) -> None:
     whole = within("lang:en", items(900, 900, 0, 0), items(900, 900, 0, 0))
