@@ -7,14 +7,13 @@ invented.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from eval.checks.base import Outcome, Reply, Value, only, printable
 from eval.checks.json_text import parse_strict
-from eval.metrics.normalise import flatten, normalise
+from eval.metrics.normalise import flatten, normalise, step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,4 +86,5 @@ def _type(value: Any) -> str:
 
 
 def _belongs(path: str, names: Sequence[str]) -> bool:
-    return re.split(r"[.\[]", path, maxsplit=1)[0] in names
+    tops = [step(name) for name in names]
+    return any(path == top or path.startswith((f"{top}.", f"{top}[")) for top in tops)

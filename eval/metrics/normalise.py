@@ -7,14 +7,16 @@ ways to write a date. The rules are versioned because a change of them changes s
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from datetime import date, datetime
-from decimal import Decimal, InvalidOperation
+from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal, InvalidOperation
 from typing import Any
 
-NORMALISATION_VERSION = 1
+NORMALISATION_VERSION = 2
 
+_PLAIN_KEY = re.compile(r'[^.\[\]"]+')
 _SPACE = re.compile(r"\s+")
 _NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
 _ORDINAL = re.compile(r"(?<=\d)(st|nd|rd|th)\b")
@@ -29,6 +31,8 @@ _DATE_FORMATS = (
     "%d %B %Y",
     "%d %b %Y",
 )
+# The usual one rounds to 28 digits: account and invoice numbers are longer.
+_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 _QUOTES = "\"'`\u201c\u201d\u2018\u2019\u300c\u300d"
 
 Normal = str | Decimal | bool | None
@@ -39,7 +43,7 @@ def normalise(value: Any) -> Normal:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, (int, float)):
-        return Decimal(str(value)).normalize()
+        return Decimal(str(value)).normalize(_EXACT)
     return _normalise_text(str(value))
 
 
@@ -54,7 +58,7 @@ def _normalise_text(value: str) -> Normal:
 
 def _number(text: str) -> Decimal | str:
     try:
-        return Decimal(text.replace(",", "")).normalize()
+        return Decimal(text.replace(",", "")).normalize(_EXACT)
     except InvalidOperation:
         return text
 
@@ -74,9 +78,16 @@ def _as_date(text: str) -> date | None:
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
     """Leaves of a JSON value by path: {"a": {"b": [1]}} gives {"a.b[0]": 1}."""
     if isinstance(value, dict):
-        parts = ((f"{path}.{key}" if path else str(key), child) for key, child in value.items())
+        parts = (
+            (f"{path}.{step(key)}" if path else step(key), child) for key, child in value.items()
+        )
     elif isinstance(value, list):
         parts = ((f"{path}[{index}]", child) for index, child in enumerate(value))
     else:
         return {path: value}
     return {leaf: item for name, child in parts for leaf, item in flatten(child, name).items()}
+
+
+def step(key: str) -> str:
+    """A key as it stands in paths: in quotes where it could be taken for several steps."""
+    return key if _PLAIN_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False)

@@ -322,3 +322,31 @@ def test_a_source_in_which_no_field_is_left_is_not_left_out() -> None:
     alone = {m.name: m for m in measure(pairs[100:], Sampling(draws=1000))}
     assert alone["type_fidelity"].candidate == 0
     assert judge(spec, alone).result == "rejected"
+
+
+def test_a_key_with_a_dot_is_one_key() -> None:
+    checks = read_checks(
+        [{"kind": "fields", "gold": {"party.name": "Acme", "n": 1}, "critical": ["party.name"]}]
+    )
+
+    def values(said: Any) -> dict[str, Any]:
+        text = json.dumps(said)
+        return score_reply(Reply(text=text, raw=text, finish="stop"), checks).values
+
+    assert values({"party.name": "Acme", "n": 1})["critical_fields"] == 1
+    assert values({"party.name": "Other", "n": 1})["critical_fields"] == 0
+    nested = values({"party": {"name": "Acme"}, "n": 1})
+    assert (nested["critical_fields"], nested["field_f1"]) == (0, (1, 1, 1))
+    assert flatten({"": {"a": 1}, "a": 2, "b[0]": 3, "b": [4]}) == {
+        '"".a': 1, "a": 2, '"b[0]"': 3, "b[0]": 4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("as_number", [True, False])
+def test_long_numbers_are_compared_to_their_last_digit(as_number: bool) -> None:
+    """44 digits, as an electronic invoice has them; a float's usual spellings stay equal."""
+    right, wrong = (int("3519081" + "0" * 30 + end) for end in ("1200017", "1200018"))
+    said = (lambda n: n) if as_number else str
+    assert normalise(said(right)) == normalise(f"{right:,}")
+    assert normalise(said(right)) != normalise(said(wrong))
+    assert normalise(1e5) == normalise("100,000.00")
