@@ -197,17 +197,22 @@ def paired_by_cluster(
 def design_effect(values: np.ndarray, clusters: Sequence[str]) -> float:
     """Variance of the mean of [N] values by clusters over that of independent values; >= 1.
 
-    With few clusters that are not all zero it is the largest possible one, as if the items of a
-    cluster were copies of each other.
+    The larger of two estimates: from the clusters' sums, and from how alike two items of a cluster
+    are, which counts large clusters in even where none of them happens to show a change. With few
+    clusters of several items that are not all zero it is the largest possible one, as if the items
+    of a cluster were copies of each other.
     """
     _, index, sizes = np.unique(list(clusters), return_inverse=True, return_counts=True)
     copies = float((sizes**2).sum() / len(values))
-    sums = np.bincount(index, weights=values)
-    if np.count_nonzero(sums) < FEW_CLUSTERS or len(sizes) < 2:
+    sums, several = np.bincount(index, weights=values), sizes > 1
+    squares = np.bincount(index, weights=(values - values.mean()) ** 2)
+    if np.count_nonzero(sums[several]) < FEW_CLUSTERS or squares.sum() == 0:
         return copies
-    alone = float(((values - values.mean()) ** 2).sum())
-    together = float(((sums - sizes * values.mean()) ** 2).sum()) * len(sizes) / (len(sizes) - 1)
-    return max(1.0, together / alone) if alone > 0 else copies
+    apart = (sums - sizes * values.mean()) ** 2
+    together = float(apart.sum() / squares.sum()) * len(sizes) / (len(sizes) - 1)
+    pairs = ((apart - squares)[several] / (sizes[several] - 1)).sum()
+    likeness = min(float(pairs / squares[several].sum()), 1.0)
+    return max(1.0, together, 1 + likeness * (copies - 1))
 
 
 def _cluster_sums(values: np.ndarray, clusters: Sequence[str]) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from eval.stats import (
@@ -22,7 +23,7 @@ def independent_size(weights: Sequence[float], docs: Sequence[str], holds: Seque
     """The effective size for the share of items that hold, where several come from one document.
 
     p (1 - p) over the variance of the share by documents (Korn and Graubard 1998). Where it holds
-    in few documents, their likeness is taken to be complete: as if each were one item.
+    in few documents of several items, likeness is taken to be complete: as if each were one item.
     """
     most = effective_size(weights)
     if len(set(docs)) == len(docs):
@@ -32,7 +33,8 @@ def independent_size(weights: Sequence[float], docs: Sequence[str], holds: Seque
     for doc, weight, held in zip(docs, weights, holds, strict=True):
         sizes[doc] += weight
         apart[doc] += weight * (held - share)
-    holding = {doc for doc, held in zip(docs, holds, strict=True) if held}
+    several = {doc for doc, count in Counter(docs).items() if count > 1}
+    holding = {doc for doc, held in zip(docs, holds, strict=True) if held and doc in several}
     spread = math.fsum(residual**2 for residual in apart.values()) / total**2
     if len(holding) < FEW_CLUSTERS or spread == 0:
         return effective_size(list(sizes.values()))

@@ -205,6 +205,23 @@ def test_sampled_sign_flips_agree_with_the_exact_test() -> None:
     assert sign_flip_p(drops, Sampling(draws=20_000)) == pytest.approx(exact, abs=0.005)
 
 
+@pytest.mark.parametrize("sizes", [[1] * 200 + [40] * 5, [2] * 100 + [40] * 5, [5] * 60])
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_a_loss_at_the_margin_seldom_passes_whatever_the_sizes(
+    sizes: list[int], are_alike: bool
+) -> None:
+    """Large documents that happen to lose nothing hide what all documents lose by half and half."""
+    chance, num_passed = np.random.default_rng(2), 0
+    docs = [f"d{n}" for n, size in enumerate(sizes) for _ in range(size)]
+    for _ in range(200):
+        own, of_doc = chance.random(len(docs)), np.repeat(chance.random(len(sizes)), sizes)
+        drawn = np.where(chance.random(len(docs)) < 0.7, of_doc, own) if are_alike else own
+        kept = (drawn >= 0.05).tolist()
+        found = paired_by_cluster([True] * len(docs), kept, docs, Sampling(draws=100))
+        num_passed += found.interval.upper < 0.05
+    assert num_passed <= 0.09 * 200
+
+
 def test_design_effect_of_copies_and_of_independent_items() -> None:
     rng = np.random.default_rng(0)
     names = [f"doc{i // 5}" for i in range(1000)]
