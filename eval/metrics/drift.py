@@ -76,6 +76,7 @@ def _drift(
         counted="items",
         num_scored=len(short.pairs) + len(long.pairs),
         num_clusters=len({row.doc for end in ends for row in end.rows}),
+        num_nonfinite=sum(pair.candidate.failed for end in ends for pair in end.pairs),
         about=f"{len(long.pairs)} items of {long.label} tokens against {len(short.pairs)} of "
         f"{short.label}",
     )

@@ -43,12 +43,17 @@ def _averaged(
     rate = TASK_METRICS[name].rate
 
     def one(rows: Sequence[Row], pairs: Sequence[PairedItem]) -> Measurement:
-        failed = sum(any(p.candidate.failed for p in own[pair.item.id]) for pair in pairs)
-        return graded(sampled(name), rows, failed, sampling, rate or share)
+        num_failed = sum(pair.item.id in failed for pair in pairs)
+        return graded(sampled(name), rows, num_failed, sampling, rate or share)
 
-    own = {passes[0].item.id: passes for passes in items}
+    failed = _failed(items)
     rows = [_mean_row(name, passes, is_counted=rate is None) for passes in items]
     return with_domains([passes[0] for passes in items], rows, one, edges)
+
+
+def _failed(items: Sequence[Passes]) -> set[str]:
+    """Items of which the candidate left an answer out: no statistics excuse that."""
+    return {p[0].item.id for p in items if any(pair.candidate.failed for pair in p)}
 
 
 def _mean_row(name: str, passes: Passes, *, is_counted: bool) -> Row:
@@ -75,8 +80,11 @@ def _all_passed(
         base, candidate = (float(all(value == (1.0,) for value in side)) for side in sides)
         rows.append(Row(doc=passes[0].item.doc, base=(base,), candidate=(candidate,)))
 
+    failed = _failed(items)
+
     def one(rows: Sequence[Row], pairs: Sequence[PairedItem]) -> Measurement:
-        found = pass_or_fail(pass_k(name), rows, 0, sampling)
+        num_failed = sum(pair.item.id in failed for pair in pairs)
+        found = pass_or_fail(pass_k(name), rows, num_failed, sampling)
         return replace(found, about=f"all {len(items[0])} answers of an item")
 
     return with_domains([passes[0] for passes in items], rows, one, edges)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,17 @@ def test_averaged_within_the_item_then_paired() -> None:
     assert found["field_f1_sampled"].estimate == pytest.approx(1 - 2 * c / (2 * c + 1 - c))
     assert "field_f1_pass_k" not in found
     assert dict(mean.domains)["lang:zh"].num_scored == 12
+
+
+def test_an_answer_that_failed_fails_both_metrics() -> None:
+    items = [item_passes(n, "111", "111") for n in range(300)]
+    items[7][1] = replace(items[7][1], candidate=replace(answered(0.0), failed=True))
+    found = {m.name: m for m in sampled.measure(items, FEW, LENGTH_EDGES)}
+    for name in ("schema_valid_sampled", "schema_valid_pass_k"):
+        spec = GateSpec.model_validate({"version": 1, "metrics": {name: {"max_drop": 0.1}}})
+        verdict = judge(spec, found)
+        assert verdict.result == "rejected"
+        assert "an error at 1 of 300 items" in verdict.findings[0].reason
 
 
 def test_three_answers_of_an_item_are_no_three_items() -> None:
