@@ -15,6 +15,8 @@ from typing import Any
 from eval.checks.base import Outcome, Reply
 from eval.metrics.normalise import flatten
 
+# What JSON allows around a value; Python's own idea of white space is wider.
+_SPACE = " \t\n\r"
 _FENCE = re.compile(r"```[a-zA-Z]*\s*\n?(.*?)```", re.DOTALL)
 
 
@@ -52,7 +54,8 @@ def parse_strict(text: str) -> Parsed:
         return dict(pairs)
 
     try:
-        value = json.loads(text.strip(), object_pairs_hook=unique, parse_constant=_refuse_constant)
+        bare = text.strip(_SPACE)
+        value = json.loads(bare, object_pairs_hook=unique, parse_constant=_refuse_constant)
         flatten(value)
     except ValueError as error:
         return Parsed(value=None, problem=f"not JSON: {error}")

@@ -350,3 +350,12 @@ def test_long_numbers_are_compared_to_their_last_digit(as_number: bool) -> None:
     assert normalise(said(right)) == normalise(f"{right:,}")
     assert normalise(said(right)) != normalise(said(wrong))
     assert normalise(1e5) == normalise("100,000.00")
+
+
+@pytest.mark.parametrize("space", ["\u00a0", "\u3000", "\x0b", "\x1c", "\u2028"])
+def test_white_space_that_json_does_not_know_is_no_json(space: str) -> None:
+    """What a program downstream would not read is not valid, however empty it looks."""
+    with pytest.raises(ValueError, match="Expecting value"):
+        json.loads(space + answer())
+    found = score(item(), space + answer()).values
+    assert (found["json_valid"], found["schema_valid"], found["json_extractable"]) == (0, 0, 1)
