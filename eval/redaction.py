@@ -1,17 +1,20 @@
 """Redaction: a report without the words of requests, answers and gold values.
 
-Contracts are confidential, verdicts are not. What stays are scores, names of fields, and how long
-each text was.
+Contracts are confidential, verdicts are not. What stays are scores, names of the fields that are
+asked for, and how long each text was.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
-# Details that hold names of a schema or of instructions and no one's words.
-_NAMES = ("wrong_fields", "missed")
+from eval.checks.base import printable
+from eval.metrics.normalise import flatten
+
+# What stands for a field's name that no right answer has: a model's own words.
+INVENTED = "(a field of its own)"
 _HIDDEN = re.compile(r"\[([0-9]+ characters|number)\]")
 
 
@@ -59,12 +62,25 @@ def _item(item: Mapping[str, Any]) -> dict[str, Any]:
     found = {**item, "gold": _hidden(item.get("gold")), "tools": _hidden(item.get("tools"))}
     if "messages" in item:
         found["messages"] = [{**m, "content": _hidden(m["content"])} for m in item["messages"]]
+    asked = {printable(path) for path in flatten(item.get("gold"))}
     for side in ("base", "candidate"):
         answer = dict(item[side])
         found[side] = {**answer, "text": _hidden(answer["text"]), "problem": _kind(answer)}
         details = answer["details"].items()
-        found[side]["details"] = {k: v if k in _NAMES else _hidden(v) for k, v in details}
+        found[side]["details"] = {k: _detail(k, v, asked) for k, v in details}
     return found
+
+
+def _detail(name: str, value: Any, asked: Set[str]) -> Any:
+    """One detail of an answer. asked: the fields of the right answer, which a suite's author named;
+    any other name was written by a model."""
+    if name == "missed":  # of instructions
+        return value
+    if name == "wrong_fields":
+        return [field if field in asked else INVENTED for field in value]
+    if name == "calls":
+        return [[_hidden(leaf) for leaf in flatten(call).values()] for call in value]
+    return _hidden(value)
 
 
 def _kind(answer: Mapping[str, Any]) -> str:

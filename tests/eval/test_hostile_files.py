@@ -24,7 +24,7 @@ from eval.gate_spec import load_gates
 from eval.joining import join
 from eval.places import beside, check_out, write_files
 from eval.reading import read_report
-from eval.redaction import redacted
+from eval.redaction import INVENTED, redacted
 from eval.report import pages
 from eval.suites import load_suite
 from eval.targets.server import ServerTarget, Service
@@ -166,6 +166,25 @@ def test_redaction_hides_tools_and_twice_is_once() -> None:
     data["items"][0]["tools"] = [{"name": "pay", "description": "Pays Foo GmbH"}]
     once = redacted(data)
     assert "Foo GmbH" not in json.dumps(once)
+    assert redacted(once) == once
+
+
+def test_redaction_hides_names_that_a_model_made_up() -> None:
+    data = report_data()
+    item = data["items"][0]
+    item["gold"] = {"party": {"name": "x"}, "n": 1}
+    item["candidate"]["details"] = {
+        "wrong_fields": ["party.name", "Foo GmbH owes 12,000"],
+        "calls": [{"name": "pay", "arguments": {"Foo GmbH": {"Foo street": 1}, "sum": "12"}}],
+        "missed": ["punctuation:no_comma"],
+    }
+    once = redacted(data)
+    assert "Foo" not in json.dumps(once["items"][0])
+    assert once["items"][0]["candidate"]["details"] == {
+        "wrong_fields": ["party.name", INVENTED],
+        "calls": [["[3 characters]", "[number]", "[2 characters]"]],
+        "missed": ["punctuation:no_comma"],
+    }
     assert redacted(once) == once
 
 
