@@ -10,6 +10,7 @@ Text in, text out, no HTTP. The engine runs in the calling thread.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from runtime.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.precheck import check_artifact
-from runtime.request import FinishReason, Request, SamplingParams, StepOutput
+from runtime.request import FinishReason, Request, SamplingParams
 from runtime.text import TextProcessor, TextStream
 
 
@@ -48,9 +49,10 @@ class LLM:
         self.text = TextProcessor.load(path)
         self.engine = Engine.from_artifact(path, EngineConfig(**config))
         self._num_requests = 0
+        self._runs: dict[str, _Run] = {}
 
     def generate(
-        self, prompts: str | Sequence[str], *, stop: Sequence[str] = (), **sampling: Any
+        self, prompts: str | Sequence[str], *, stop: str | Sequence[str] = (), **sampling: Any
     ) -> list[TextResult]:
         """Continue each prompt; all run together. `sampling` are SamplingParams' fields.
 
@@ -60,43 +62,73 @@ class LLM:
         return self._run([self.text.encode(text) for text in texts], stop, sampling)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, stop: Sequence[str] = (), **sampling: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        stop: str | Sequence[str] = (),
+        **sampling: Any,
     ) -> TextResult:
         """Answer one conversation. ChatTemplateError: the model's template refuses it."""
         return self._run([self.text.encode_chat(messages)], stop, sampling)[0]
 
     def stream(
-        self, token_ids: Sequence[int], *, stop: Sequence[str] = (), **sampling: Any
+        self, token_ids: Sequence[int], *, stop: str | Sequence[str] = (), **sampling: Any
     ) -> Iterator[str]:
-        """The answer to one prompt of token ids, piece by piece."""
-        run = _Run(self.text.stream(stop, min_tokens=sampling.get("min_tokens", 0)))
-        request = self._request(token_ids, sampling)
-        self.engine.add(request)
-        try:
+        """The answer to one prompt of token ids, piece by piece.
+
+        Other calls may run between two pieces, further streams too; they share the engine's steps.
+        """
+        with self._running([token_ids], stop, sampling) as runs:
+            run = runs[0]
             while not run.done:
-                yield run.take(request.id, self.engine.step())
-        finally:
-            self.engine.abort(request.id)
+                self._step()
+                yield run.read()
+            if rest := run.read():  # it ended in a step of another call
+                yield rest
 
     def _run(
-        self, prompts: Sequence[Sequence[int]], stop: Sequence[str], sampling: Mapping[str, Any]
+        self, prompts: Sequence[Sequence[int]], stop: str | Sequence[str], sampling: dict[str, Any]
     ) -> list[TextResult]:
+        with self._running(prompts, stop, sampling) as runs:
+            while not all(run.done for run in runs):
+                self._step()
+                for run in runs:
+                    run.raise_error()
+            return [run.result() for run in runs]
+
+    @contextmanager
+    def _running(
+        self, prompts: Sequence[Sequence[int]], stop: str | Sequence[str], sampling: dict[str, Any]
+    ) -> Iterator[list[_Run]]:
+        """Runs of these prompts, known to the engine until the block is left."""
+        stops = (stop,) if isinstance(stop, str) else stop
         min_tokens = sampling.get("min_tokens", 0)
-        requests = [self._request(ids, sampling) for ids in prompts]
-        runs = {r.id: _Run(self.text.stream(stop, min_tokens=min_tokens)) for r in requests}
+        runs = [
+            _Run(self._request(ids, sampling), self.text.stream(stops, min_tokens=min_tokens))
+            for ids in prompts
+        ]
         try:
-            for request in requests:
-                self.engine.add(request)
-            while not all(run.done for run in runs.values()):
-                output = self.engine.step()
-                for request_id, run in runs.items():
-                    run.take(request_id, output)
-                    if run.done:
-                        self.engine.abort(request_id)
+            for run in runs:
+                self.engine.add(run.request)
+                self._runs[run.request.id] = run
+            yield runs
         finally:
-            for request_id in runs:
+            for run in runs:
+                self.engine.abort(run.request.id)
+                self._runs.pop(run.request.id, None)
+
+    def _step(self) -> None:
+        """One step of the engine; each run gets its rows, whoever asked for the step."""
+        output = self.engine.step()
+        columns = zip(output.request_ids, output.token_ids, output.finish_reasons, strict=True)
+        for request_id, token_id, reason in columns:
+            run = self._runs.get(request_id)
+            if run is None or run.done:
+                continue
+            run.num_cached = output.cached_tokens.get(request_id, run.num_cached)
+            run.take(token_id, reason, output.errors.get(request_id))
+            if run.done:
                 self.engine.abort(request_id)
-        return [runs[r.id].result(len(r.prompt)) for r in requests]
 
     def _request(self, token_ids: Sequence[int], sampling: Mapping[str, Any]) -> Request:
         self._num_requests += 1
@@ -107,40 +139,25 @@ class LLM:
 class _Run:
     """Text of one sequence while it is made."""
 
-    def __init__(self, stream: TextStream) -> None:
+    def __init__(self, request: Request, stream: TextStream) -> None:
+        self.request = request
         self.reason: str | None = None
+        self.num_cached = 0
+        self._error: str | None = None
         self._stream = stream
         self._text: list[str] = []
+        self._num_read = 0
         self._token_ids: list[int] = []
-        self._cached = 0
 
     @property
     def done(self) -> bool:
         return self.reason is not None
 
-    def take(self, request_id: str, output: StepOutput) -> str:
-        """The rows of this sequence in one step; returns the text that is new."""
-        self._cached = output.cached_tokens.get(request_id, self._cached)
-        before = len(self._text)
-        columns = zip(output.request_ids, output.token_ids, output.finish_reasons, strict=True)
-        for row_id, token_id, reason in columns:
-            if row_id == request_id and not self.done:
-                self._row(token_id, reason, output.errors.get(request_id))
-        return "".join(self._text[before:])
-
-    def result(self, num_prompt: int) -> TextResult:
-        assert self.reason is not None
-        return TextResult(
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
-            finish_reason=self.reason,
-            num_prompt_tokens=num_prompt,
-            num_cached_tokens=self._cached,
-        )
-
-    def _row(self, token_id: int, reason: FinishReason | None, error: str | None) -> None:
+    def take(self, token_id: int, reason: FinishReason | None, error: str | None) -> None:
+        """One row of this sequence."""
         if reason is FinishReason.ERROR:
-            raise GenerationError(error or "the engine gave this request up")
+            self.reason, self._error = str(reason), error or "the engine gave this request up"
+            return
         if token_id >= 0:
             self._token_ids.append(token_id)
             if reason is not FinishReason.STOP:
@@ -150,3 +167,23 @@ class _Run:
         elif reason is not None:
             self._text.append(self._stream.finish())
             self.reason = str(reason)
+
+    def read(self) -> str:
+        """The text since the last call."""
+        self.raise_error()
+        start, self._num_read = self._num_read, len(self._text)
+        return "".join(self._text[start:])
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise GenerationError(self._error)
+
+    def result(self) -> TextResult:
+        assert self.reason is not None
+        return TextResult(
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            finish_reason=self.reason,
+            num_prompt_tokens=len(self.request.prompt),
+            num_cached_tokens=self.num_cached,
+        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice, zip_longest
 from pathlib import Path
 
 import pytest
 
-from runtime.api import LLM
+from runtime.api import LLM, GenerationError
 from runtime.config import ConfigError
-from runtime.request import RequestError
+from runtime.request import FinishReason, RequestError, StepOutput
 from runtime.text import ChatTemplateError
 
 
@@ -43,6 +44,46 @@ def test_a_stream_left_early_frees_everything(llm: LLM) -> None:
     assert not llm.engine.has_work
     assert llm.engine.stats().num_used_blocks == 0
     llm.engine.audit()
+
+
+def test_streams_beside_other_calls_lose_nothing(llm: LLM) -> None:
+    """Each call steps the one engine: rows of another's sequence are for that one."""
+    prompts = ["The fee", "def add(a"]
+    wholes = [result.text for result in llm.generate(prompts, **GREEDY)]
+    streams = [llm.stream(llm.text.encode(prompt), **GREEDY) for prompt in prompts]
+    pieces = list(islice(zip_longest(*streams, fillvalue=""), 100))
+    assert ["".join(mine) for mine in zip(*pieces, strict=True)] == wholes
+    stream = llm.stream(llm.text.encode(prompts[0]), **GREEDY)
+    first = next(stream)
+    assert llm.generate(prompts[1], **GREEDY)[0].text == wholes[1]
+    assert first + "".join(islice(stream, 100)) == wholes[0]
+    assert not llm.engine.has_work
+
+
+def test_a_sequence_given_up_is_its_own_calls_error(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream(llm.text.encode("The fee"), **GREEDY)
+    next(stream)
+    with monkeypatch.context() as patched:
+        row = {"request_ids": list(llm._runs), "token_ids": [-1], "logprobs": [None]}
+        broken = StepOutput(
+            **row, finish_reasons=[FinishReason.ERROR], errors=dict.fromkeys(llm._runs, "NaN")
+        )
+        outputs = iter([broken])
+        real = llm.engine.step
+        patched.setattr(llm.engine, "step", lambda: next(outputs, None) or real())
+        assert llm.generate("def add(a", **GREEDY)[0].finish_reason == "length"
+    with pytest.raises(GenerationError, match="NaN"):
+        next(stream)
+    assert not llm.engine.has_work
+
+
+def test_one_stop_string_needs_no_list(llm: LLM) -> None:
+    whole = llm.generate("The fee", **GREEDY)[0].text
+    stop = whole[len(whole) // 2 :][:3]
+    alone, listed = (llm.generate("The fee", stop=s, **GREEDY)[0].text for s in (stop, [stop]))
+    assert alone == listed == whole[: whole.index(stop)]
 
 
 def test_stop_strings_cut_the_text(llm: LLM) -> None:
