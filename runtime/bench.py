@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from runtime.bench_client import OK, Endpoint, Outcome, check_url, send
+from runtime.bench_client import OK, Endpoint, Outcome, check_endpoint, send
 from runtime.config import ConfigError
 
 Message = dict[str, str]
@@ -144,7 +144,8 @@ def check_writable(path: Path) -> None:
 def read_prompts(path: Path) -> tuple[PromptLike, ...]:
     """One prompt a line: as it stands, or JSON with `prompt` or `messages`; ConfigError if not."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): form feeds and U+2028 stand inside prompts.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path}: {error}") from error
     numbered = [(n, line) for n, line in enumerate(lines, start=1) if line.strip()]
@@ -170,7 +171,7 @@ def _prompt_of(line: str, where: str) -> PromptLike:
 
 def run_load(load: Load) -> Run:
     """Send `num_requests` requests; a fault of this side ends the run and is raised."""
-    check_url(load.url)
+    check_endpoint(load.endpoint)
     crew = _Crew(load)
     threads = [threading.Thread(target=crew.work, daemon=True) for _ in range(load.num_clients)]
     for thread in threads:

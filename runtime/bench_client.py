@@ -73,18 +73,26 @@ def send(endpoint: Endpoint, body: dict[str, Any], path: str = "/v1/chat/complet
         connection.close()
 
 
-def check_url(url: str) -> None:
-    """ConfigError unless requests can be sent there."""
-    _parts(url)
+def check_endpoint(endpoint: Endpoint) -> None:
+    """ConfigError unless requests can be sent there, with this key."""
+    _parts(endpoint.url)
+    key = endpoint.api_key
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError("--api-key must be printable ASCII: nothing else fits an HTTP header")
 
 
 def _parts(url: str) -> tuple[str, int, bool, str]:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is not a URL: {error}") from error
+    plain = url.isascii() and url.isprintable() and " " not in url
+    if not plain or parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{url!r} is not a URL like http://127.0.0.1:8000")
     secure = parts.scheme == "https"
     prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return parts.hostname, parts.port or (443 if secure else 80), secure, prefix
+    return parts.hostname, port or (443 if secure else 80), secure, prefix
 
 
 def _frames(response: http.client.HTTPResponse, deadline: float) -> Iterator[str]:

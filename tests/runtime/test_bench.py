@@ -15,7 +15,6 @@ from runtime.bench import Load, Run, percentiles, run_load, summarize
 from runtime.bench_client import Outcome
 from runtime.bench_report import hint
 from runtime.cli import main
-from runtime.config import ConfigError
 
 ROLE = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
 USAGE = {"choices": [], "usage": {"completion_tokens": 3}}
@@ -156,10 +155,26 @@ def test_percentiles_interpolate() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://"])
-def test_a_url_must_be_one(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not a URL"):
-        run_load(Load(url=url))
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:8000", "ftp://x", "http://", "http://x:99999", "http://x:port", "http://[::1",
+     "http://a b", "http://h\u00f6st", "http://x/\u00fc"],
+)  # fmt: skip
+def test_a_url_must_be_one(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", url, "--requests", "1"])
+    assert ended.value.code == 2
+    assert "is not a URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["k\u00e9y", "a\nb", "\u043a\u043b"])
+def test_a_key_that_no_header_holds_is_refused(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "http://127.0.0.1:9", "--requests", "1", "--api-key", key])
+    assert ended.value.code == 2
+    assert "--api-key must be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("limit", "code"), [("0.0", 1), ("0.5", 0)])

@@ -225,6 +225,14 @@ def test_e13_repeated_prompts_are_announced(
     assert asked.count(json.dumps(turns)) == 4
 
 
+@pytest.mark.parametrize("mark", ["\x0b", "\x0c", "\x1e", "\x85", "\u2028", "\u2029"])
+def test_e13_only_line_ends_end_a_prompt(tmp_path: Path, mark: str) -> None:
+    file = tmp_path / "prompts"
+    said = json.dumps({"prompt": "one\u2028two"}, ensure_ascii=False)
+    file.write_text(f"page one{mark}page two\r\n\n{said}\n", encoding="utf-8", newline="")
+    assert read_prompts(file) == (f"page one{mark}page two", "one\u2028two")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [("", "holds no prompt"), ("{half", ":1: not JSON"), ('a\n{"x": 1}', ":2: expected `prompt`")],
