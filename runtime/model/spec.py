@@ -204,8 +204,8 @@ def _eos_ids(fields: _Fields) -> tuple[int, ...]:
 def _max_positions(fields: _Fields) -> int:
     """The stated length, or the one that the rope's scaling reaches where that is unambiguous."""
     stated = fields.integer("max_position_embeddings")
-    params = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    kind, factor = params.get("rope_type") or params.get("type"), params.get("factor") or 1.0
+    params = _given_rope(fields)
+    kind, factor = _rope_kind(params), params.get("factor") or 1.0
     if kind == "yarn" and params.get("original_max_position_embeddings"):
         return max(stated, int(params["original_max_position_embeddings"] * factor))
     return int(stated * factor) if kind == "dynamic" else stated
@@ -322,14 +322,46 @@ def _ropes(fields: _Fields, family: Family, head_dim: int) -> dict[str, RopeSpec
 
 def _rope_parameters(fields: _Fields, family: Family) -> dict[str, Mapping[str, Any]]:
     """Raw parameters by layer type, from either spelling of config.json."""
-    given = fields.get("rope_parameters") or {}
-    if any(isinstance(given.get(kind), Mapping) for kind in _LAYER_TYPES):
+    given = _given_rope(fields)
+    if _is_by_layer_type(given):
         return {kind: given.get(kind) or _fallback(fields, kind) for kind in _LAYER_TYPES}
-    given = given or fields.get("rope_scaling") or {}
     if family.window == "pattern":
         # Only the full-attention layers are stretched; the local ones have their own base.
         return {"full_attention": given, "sliding_attention": _fallback(fields, _LAYER_TYPES[1])}
     return dict.fromkeys(_LAYER_TYPES, given)
+
+
+def _given_rope(fields: _Fields) -> Mapping[str, Any]:
+    """`rope_parameters` or, in the older spelling, `rope_scaling`; empty without either.
+
+    A trained length that stands beside them counts more than one within, as in transformers.
+    """
+    new, old = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    if new and old and _scaling_of(new) != _scaling_of(old):
+        raise ModelConfigError(
+            "config.json: 'rope_parameters' and 'rope_scaling' contradict each other; remove one "
+            f"of them: {dict(new)} and {dict(old)}"
+        )
+    given = new or old
+    trained = fields.optional_integer("original_max_position_embeddings")
+    if trained is None or _is_by_layer_type(given):
+        return given
+    return {**given, "original_max_position_embeddings": trained}
+
+
+def _is_by_layer_type(params: Mapping[str, Any]) -> bool:
+    return any(isinstance(params.get(kind), Mapping) for kind in _LAYER_TYPES)
+
+
+def _rope_kind(params: Mapping[str, Any]) -> Any:
+    return params.get("rope_type") or params.get("type")
+
+
+def _scaling_of(params: Mapping[str, Any]) -> dict[str, Any]:
+    """What stretches a rope, however it is spelled; the base may stand elsewhere."""
+    named = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    rest = {key: value for key, value in params.items() if key not in named}
+    return {"rope_type": _rope_kind(params) or "default", **rest}
 
 
 def _fallback(fields: _Fields, kind: str) -> Mapping[str, Any]:

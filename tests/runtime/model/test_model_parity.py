@@ -142,6 +142,17 @@ def test_each_rope_kind_makes_a_difference(name: str) -> None:
     assert float((scaled - plain).abs().max()) > 0.05
 
 
+@pytest.mark.parametrize("name", ["llama3", "yarn"])
+def test_a_trained_length_beside_the_rope_counts_as_in_transformers(name: str) -> None:
+    """config.json as it is written by hand; transformers' own object has both in one place."""
+    written = {"rope_theta": 500.0, **ROPES[name], "original_max_position_embeddings": 32}
+    model = make_hf("llama", original_max_position_embeddings=8, rope_parameters=dict(written))
+    config = {**model.config.to_dict(), "rope_parameters": written}
+    ids = random_ids(LENGTH)
+    found = run_alone(load(artifact_of(model, config=config)), ids, [LENGTH])
+    assert float((found - hf_logits(model, ids)).abs().max()) < TOLERANCE
+
+
 def test_dynamic_rope_equals_transformers_token_by_token() -> None:
     """Beyond the trained length the base grows with every token; cached keys keep theirs."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}

@@ -46,7 +46,8 @@ def test_both_spellings_of_rope_give_the_same_spec(key: str) -> None:
     }
     old = spec_of(rope_theta=5e5, rope_scaling={key: "llama3", **factors})
     new = spec_of(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **factors})
-    assert old == new
+    both = {"rope_type": "llama3", "rope_theta": 5e5, **factors}
+    assert old == new == spec_of(rope_parameters=both, rope_scaling={key: "llama3", **factors})
     rope = old.layers[0].rope
     assert rope is not None
     assert (rope.kind, rope.theta, rope.factor, rope.trained_positions) == ("llama3", 5e5, 8.0, 64)
@@ -147,6 +148,10 @@ def test_rope_free_layers() -> None:
 )
 def test_scaled_context_length(rope: dict[str, Any], expected: int) -> None:
     assert spec_of(rope_scaling=rope).max_positions == expected
+    trained = rope.get("original_max_position_embeddings")
+    inside = {**rope, "original_max_position_embeddings": 8} if trained else rope
+    beside = spec_of(rope_scaling=inside, original_max_position_embeddings=trained)
+    assert beside.max_positions == expected
 
 
 @pytest.mark.parametrize(
@@ -212,6 +217,13 @@ def test_missing_or_senseless_sizes_name_the_field(key: str, value: object) -> N
                 }
             },
             "high_freq_factor",
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+            },
+            "'rope_parameters' and 'rope_scaling' contradict",
         ),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
