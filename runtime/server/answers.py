@@ -5,6 +5,7 @@ Pure: deltas of `runtime.server.generation` in, JSON-able dicts out. Knows no so
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -132,7 +133,7 @@ def _token(data: bytes, value: float) -> dict[str, Any]:
 class CompletionWriter:
     """POST /v1/completions. `prompts` are the texts and ids to echo, one per choice, or empty.
 
-    Keeps, per choice, whether its prompt was echoed and how many characters were sent.
+    Keeps, per choice, whether its prompt was echoed and where its next token begins.
     """
 
     envelope: Envelope
@@ -141,7 +142,7 @@ class CompletionWriter:
     usage_in_stream: bool
     token_bytes: TokenBytes
     prompts: Sequence[EchoedPrompt] = ()
-    offsets: dict[int, int] = field(default_factory=dict)
+    cursors: dict[int, _Cursor] = field(default_factory=dict)
     echoed: set[int] = field(default_factory=set)
 
     def prelude(self) -> list[dict[str, Any]]:
@@ -165,7 +166,7 @@ class CompletionWriter:
         return {**self.envelope.wrap("text_completion", choices), "usage": usage_body(usage)}
 
     def _choice(self, delta: Delta, *, always: bool = False) -> dict[str, Any]:
-        logprobs = _Columns(self.token_bytes, self.offsets.get(delta.index, 0))
+        logprobs = _Columns(self.token_bytes, self.cursors.setdefault(delta.index, _Cursor()))
         text = delta.text
         if self.prompts and delta.index not in self.echoed:
             self.echoed.add(delta.index)
@@ -173,8 +174,8 @@ class CompletionWriter:
             text = prompt.text + text
             logprobs.add_prompt(prompt, delta.prompt_logprobs or [])
         for entry in delta.entries:
-            logprobs.add(entry.data or self.token_bytes(entry.logprobs.token_id), entry.logprobs)
-        self.offsets[delta.index] = self.offsets.get(delta.index, 0) + len(text)
+            piece = entry.data or self.token_bytes(entry.logprobs.token_id)
+            logprobs.add(piece, entry.logprobs, sent=entry.data)
         shows = self.logprobs and (always or logprobs.tokens)
         return {
             "index": delta.index,
@@ -192,6 +193,24 @@ class EchoedPrompt:
     ids: tuple[int, ...]
 
 
+class _Cursor:
+    """Where the next token begins, in characters of a text that comes byte by byte.
+
+    A token that goes on with an unfinished character begins where that does.
+    """
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def jump(self, offset: int) -> None:
+        self.offset = offset
+        self._decoder.reset()
+
+    def advance(self, data: bytes) -> None:
+        self.offset += len(self._decoder.decode(data))
+
+
 class _Columns:
     """The legacy log-probs object: parallel lists, offsets in characters of the answer's text.
 
@@ -199,33 +218,30 @@ class _Columns:
     compare the two; of two tokens with the same text the likelier one stays.
     """
 
-    def __init__(self, token_bytes: TokenBytes, offset: int) -> None:
+    def __init__(self, token_bytes: TokenBytes, cursor: _Cursor) -> None:
         self.tokens: list[str] = []
         self._token_bytes = token_bytes
         self._values: list[float | None] = []
         self._tops: list[dict[str, float] | None] = []
         self._offsets: list[int] = []
-        self._offset = offset
-        self._pending = b""
+        self._cursor = cursor
 
-    def add(self, data: bytes, logprobs: TokenLogprobs | None) -> None:
+    def add(self, data: bytes, logprobs: TokenLogprobs | None, *, sent: bytes) -> None:
+        """A token that stands for `data`, of which `sent` is part of the text."""
         self.tokens.append(token_text(data))
-        self._offsets.append(max(0, self._offset))
-        self._pending += data
-        done = self._pending.decode("utf-8", "ignore")
-        if len(done.encode()) == len(self._pending) or len(self._pending) > 3:
-            self._offset += len(self._pending.decode("utf-8", "replace"))
-            self._pending = b""
+        self._offsets.append(max(0, self._cursor.offset))
+        self._cursor.advance(sent)
         self._values.append(None if logprobs is None else logprobs.value)
         self._tops.append(None if logprobs is None else self._top(token_text(data), logprobs))
 
     def add_prompt(self, prompt: EchoedPrompt, logprobs: Sequence[TokenLogprobs | None]) -> None:
         pieces = [self._token_bytes(token_id) for token_id in prompt.ids]
         # Tokens the tokenizer added by itself (BOS) are not in the text: they begin before it.
-        self._offset = len(prompt.text) - len(b"".join(pieces).decode("utf-8", "replace"))
+        whole = b"".join(pieces).decode("utf-8", "replace")
+        self._cursor.jump(len(prompt.text) - len(whole))
         for piece, entry in zip(pieces, logprobs, strict=False):
-            self.add(piece, entry)
-        self._offset = len(prompt.text)
+            self.add(piece, entry, sent=piece)
+        self._cursor.jump(len(prompt.text))
 
     def body(self) -> dict[str, Any]:
         return {

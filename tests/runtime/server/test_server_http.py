@@ -267,6 +267,26 @@ def test_max_tokens_0_scores_without_generating(text: TextProcessor) -> None:
     assert body.json()["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("stop", [None, "beta gamut", "gamma"])
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_are_the_same_streamed_and_point_at_their_tokens(
+    text: TextProcessor, echo: bool, stop: str | None
+) -> None:
+    """Bytes that are no text among them, and tokens of which a part is held back for a while."""
+    broken = [text.encode("\u00e9")[0], text.encode("\U0001f600")[-1]]
+    said = [*text.encode("a \U0001f600b"), *broken, *text.encode(SAYS), broken[0]]
+    script = Script(say=tuple(said))
+    body = {"prompt": "x\u00e9", "logprobs": 1, "echo": echo, "stop": stop, "max_tokens": 99}
+    whole = post(text, script, COMPLETIONS, **body).json()["choices"][0]
+    chunks = events(post(text, script, COMPLETIONS, stream=True, **body))
+    parts = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
+    columns = whole["logprobs"]
+    assert {name: [v for part in parts for v in part[name]] for name in columns} == columns
+    for token, offset in zip(columns["tokens"], columns["text_offset"], strict=True):
+        if not token.startswith("bytes:") and offset < len(whole["text"]):
+            assert whole["text"].startswith(token, offset), (token, offset)
+
+
 def test_the_models_own_bos_has_no_width_in_offsets(strict: TextProcessor) -> None:
     body = post(strict, say(strict), COMPLETIONS, prompt="hi", echo=True, logprobs=1, max_tokens=1)
     logprobs = body.json()["choices"][0]["logprobs"]
