@@ -38,7 +38,6 @@ class TextStream:
         self.num_tokens = 0
         self._pieces = pieces
         self._stops = [(s.encode(), s) for s in stop]
-        self._longest_stop = max((len(s) for s, _ in self._stops), default=0)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = bytearray()
@@ -79,13 +78,14 @@ class TextStream:
         self._held += piece
         self._open.append(piece)
         if self._stops and self.num_tokens >= self._min_tokens:
-            self._match(max(0, len(self._held) - len(piece) - self._longest_stop + 1))
+            self._match(len(self._held) - len(piece))
 
-    def _match(self, start: int) -> None:
+    def _match(self, num_old: int) -> None:
+        """Only matches that end behind the first `num_old` bytes: others came too early."""
         found = [
             (at, len(stop), name)
             for stop, name in self._stops
-            if (at := self._held.find(stop, start)) >= 0
+            if (at := self._held.find(stop, max(0, num_old - len(stop) + 1))) >= 0
         ]
         if found:
             at, length, self.stopped = min(found)

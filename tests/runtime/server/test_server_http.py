@@ -188,6 +188,18 @@ def test_min_tokens_holds_stop_strings_off(text: TextProcessor) -> None:
     assert body["choices"][0]["text"] == "alpha beta "
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 100])
+@pytest.mark.parametrize("longer", ["alpine", "phantom of", "gamut"])
+def test_a_stop_string_that_came_before_min_tokens_stays_without_effect(
+    text: TextProcessor, longer: str, tokens_per_step: int
+) -> None:
+    """Also while its text is held back, because it may be the beginning of a longer one."""
+    early = len(text.encode("al"))
+    body = {"prompt": "x", "stop": ["al", longer], "min_tokens": early + 1}
+    script = say(text, tokens_per_step=tokens_per_step)
+    assert post(text, script, COMPLETIONS, **body).json()["choices"][0]["text"] == SAYS
+
+
 @pytest.mark.parametrize("stop", [None, "a g", "beta gamma", "gamma"])
 def test_logprobs_describe_exactly_the_text(text: TextProcessor, stop: str | None) -> None:
     said = SAYS + " \u5408\u540c caf\u00e9 \U0001f600"
