@@ -81,6 +81,7 @@ class Intake:
                 f"messages has {len(messages)} entries", self._max_model_len, "messages"
             )
         self._check_chars(sum(len(m["content"] or "") for m in messages), "messages")
+        self._check_tool_calls(messages)
         try:
             text = self._text.render_chat(
                 messages, add_generation_prompt=add_generation_prompt, **(template_kwargs or {})
@@ -89,6 +90,19 @@ class Intake:
             raise BadRequest(str(error)[:500], "messages", "chat_template") from error
         self._check_chars(len(text), "messages")
         return self._text.encode_rendered(text)
+
+    def _check_tool_calls(self, messages: Sequence[dict[str, Any]]) -> None:
+        """A template that never looks at the calls would leave them out without a word."""
+        if "tool_calls" in (self._text.chat_template or ""):
+            return
+        for index, message in enumerate(messages):
+            if "tool_calls" in message:
+                raise BadRequest(
+                    f"messages[{index}]: this model's chat template has no place for tool_calls; "
+                    "write the call into the content",
+                    f"messages[{index}].tool_calls",
+                    "unsupported",
+                )
 
     def _prompt_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):

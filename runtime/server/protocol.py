@@ -289,7 +289,10 @@ def parse_prompts(prompt: Any) -> list[Prompt]:
     raise BadRequest("prompt mixes strings, ids, lists or other types; use one kind", "prompt")
 
 
-_NEUTRAL_KEYS = {"refusal", "audio", "function_call", "annotations", "reasoning_content"}
+# Empty they say nothing, and templates are not to see them: some take an empty list for calls.
+_NEUTRAL_KEYS = {
+    "refusal", "audio", "function_call", "annotations", "reasoning_content", "tool_calls",
+}  # fmt: skip
 _MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
 

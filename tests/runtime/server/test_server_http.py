@@ -16,7 +16,7 @@ from runtime.server.engine_client import EngineClient
 from runtime.text import TextProcessor
 from tests.runtime.server.in_process import served
 from tests.runtime.server.scripted import Script, ScriptedEngine
-from tests.runtime.server.tiny_tokenizers import STRICT, byte_level
+from tests.runtime.server.tiny_tokenizers import STRICT, TOOLS, byte_level
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SAYS = "alpha beta gamma"
@@ -32,6 +32,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
 def strict(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
     directory = tmp_path_factory.mktemp("strict")
     return TextProcessor.load(byte_level(directory, bos=True, template=STRICT))
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
+    return TextProcessor.load(byte_level(tmp_path_factory.mktemp("tools"), template=TOOLS))
 
 
 def say(text: TextProcessor, what: str = SAYS, **fields: Any) -> Script:
@@ -508,19 +513,42 @@ def test_bad_messages_are_pointed_at(text: TextProcessor, messages: Any) -> None
     assert error["param"].startswith("messages")
 
 
-def test_content_parts_are_joined_and_tool_turns_kept(text: TextProcessor) -> None:
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def test_content_parts_are_joined_and_tool_results_kept(text: TextProcessor) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     one = [{"role": "user", "content": "ab"}]
     for messages, plain in (
         ([{"role": "user", "content": parts}], one),
-        ([*one, {"role": "assistant", "content": None, "tool_calls": [call]},
-          {"role": "tool", "content": "7", "tool_call_id": "1"}],
-         [*one, {"role": "assistant", "content": ""}, {"role": "tool", "content": "7"}]),
+        ([*one, {"role": "tool", "content": "7", "tool_call_id": "1"}],
+         [*one, {"role": "tool", "content": "7"}]),
         ([{"role": "developer", "content": "x"}], [{"role": "system", "content": "x"}]),
     ):  # fmt: skip
         response = post(text, say(text), CHAT, messages=messages)
         assert response.json()["usage"]["prompt_tokens"] == len(text.encode_chat(plain))
+
+
+@pytest.mark.parametrize("content", [None, "", "I look it up."])
+def test_tool_calls_reach_the_template_or_are_refused(
+    text: TextProcessor, tools: TextProcessor, content: str | None
+) -> None:
+    turns = [*HI, {"role": "assistant", "content": content, "tool_calls": [CALL]}]
+    response = post(tools, say(tools), CHAT, messages=turns)
+    called = [*HI, {"role": "assistant", "tool_calls": [{**CALL, "function": {
+        "name": "f", "arguments": {}}}]}]  # fmt: skip
+    assert response.json()["usage"]["prompt_tokens"] == len(tools.encode_chat(called))
+    error = error_of(post(text, say(text), CHAT, messages=turns))
+    assert (error["param"], error["code"]) == ("messages[1].tool_calls", "unsupported")
+    assert "no place for tool_calls" in error["message"]
+
+
+def test_an_empty_list_of_tool_calls_is_none(text: TextProcessor, tools: TextProcessor) -> None:
+    plain = [*HI, {"role": "assistant", "content": "The answer."}, *HI]
+    turns = [plain[0], {**plain[1], "tool_calls": []}, plain[2]]
+    for model in (text, tools):
+        response = post(model, say(model), CHAT, messages=turns)
+        assert response.json()["usage"]["prompt_tokens"] == len(model.encode_chat(plain))
 
 
 def test_the_templates_refusal_is_a_400_with_its_message(strict: TextProcessor) -> None:

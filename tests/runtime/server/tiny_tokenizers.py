@@ -25,6 +25,11 @@ CHATML = (
     " + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+TOOLS = (
+    "{% for m in messages %}{% if m.tool_calls is defined %}"
+    "{{ '[CALLS]' + (m.tool_calls | tojson) }}"
+    "{% else %}{{ '[' + m['role'] + ']' + m['content'] }}{% endif %}{% endfor %}"
+)
 STRICT = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] not in ['user', 'assistant'] %}"
     "{{ raise_exception('only user and assistant roles, not ' + m['role']) }}{% endif %}"
