@@ -61,6 +61,14 @@ _INSTEAD: Mapping[str, str] = {
 }
 
 
+# Fields of their own, and what the call that renders takes itself: no template ever sees these.
+_NOT_FOR_TEMPLATES = frozenset({
+    "messages", "tools", "tokenize", "chat_template", "add_generation_prompt", "self",
+    "conversation", "sanitize_control_tokens", "padding", "truncation", "max_length",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+})  # fmt: skip
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -149,8 +157,7 @@ class ChatBody(Sampling):
     def _chat_consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
-        reserved = {"messages", "tools", "tokenize", "chat_template", "add_generation_prompt"}
-        if taken := reserved & set(self.chat_template_kwargs):
+        if taken := _NOT_FOR_TEMPLATES & set(self.chat_template_kwargs):
             raise BadRequest(
                 f"chat_template_kwargs may not set {', '.join(sorted(taken))}",
                 "chat_template_kwargs",
