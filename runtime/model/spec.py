@@ -246,7 +246,7 @@ def _windows(fields: _Fields, family: Family) -> list[int | None]:
     if family.window == "none":
         return [None] * count
     if family.window == "every_layer":
-        _require_uniform(fields)
+        _require_uniform(fields, window)
         return [window] * count
     if family.window in ("last_layers", "rope_free_layers") and not fields.flag(
         "use_sliding_window"
@@ -256,10 +256,16 @@ def _windows(fields: _Fields, family: Family) -> list[int | None]:
     return [_window_of(kind, window) for kind in _checked_types(types, count)]
 
 
-def _require_uniform(fields: _Fields) -> None:
-    if len(set(fields.get("layer_types") or ())) > 1:
+def _require_uniform(fields: _Fields, window: int | None) -> None:
+    kinds = set(fields.get("layer_types") or ())
+    if len(kinds) > 1:
         raise UnsupportedModelError(
             "config.json: mixed 'layer_types' in a family whose layers are all alike"
+        )
+    if window is not None and "full_attention" in kinds:
+        raise ModelConfigError(
+            f"config.json: 'layer_types' are all full attention, but 'sliding_window' is {window}; "
+            "set it to null if the layers see everything"
         )
 
 

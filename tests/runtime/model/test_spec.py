@@ -229,6 +229,14 @@ def test_missing_or_senseless_sizes_name_the_field(key: str, value: object) -> N
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types"),
+        (
+            {
+                "model_type": "mistral",
+                "layer_types": ["full_attention"] * 4,
+                "sliding_window": 9,
+            },
+            "'sliding_window' is 9; set it to null",
+        ),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4}, "sliding_window"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers"),
     ],
