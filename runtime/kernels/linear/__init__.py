@@ -9,8 +9,9 @@ What serves which weight, and what it costs in memory per weight:
 |               |                                        | kernel, 1.1 bytes; else dequantized, 2 |
 | w8a16         | dequantized once, 4 bytes              | dequantized once, 2 bytes             |
 | w8a8 (int8)   | int8 matmul where exact, 1 byte; else  | the same, else the codes, 2 bytes     |
-|               | float32 matmul over the codes, 4 bytes |                                       |
+|               | float32 matmul over the codes, 4 bytes | (float16: as float32, 4 bytes)        |
 | fp8           | e4m3 codes as float32, 4 bytes         | e4m3 codes as bfloat16, 2 bytes       |
+|               |                                        | (float16: as float32, 4 bytes)        |
 | w3a16, w4a8,  | dequantized once, 4 bytes; inputs that | the same, 2 bytes: the speed and the  |
 | w4a8-fp8,     | are quantized are rounded to their     | memory of a dense model               |
 | fp8-block     | codes                                  |                                       |
@@ -207,8 +208,10 @@ def _pack_dynamic(
     activations = weight.scheme.activations
     assert activations is not None
     is_integer = activations.kind == "int" and device.type == "cpu" and has_exact_int8()
+    # Sums of codes leave float16's range: 448 * 448 does by itself.
+    held = torch.float32 if dtype == torch.float16 else dtype
     return DynamicWeight(
-        codes=weight.codes.clone() if is_integer else pack_dense(weight.codes, dtype, device),
+        codes=weight.codes.clone() if is_integer else pack_dense(weight.codes, held, device),
         scale=weight.scale.flatten().to(device=device, dtype=torch.float32, copy=True),
         activations=activations,
     )
@@ -303,7 +306,7 @@ def _dynamic(x: Tensor, weight: DynamicWeight) -> Tensor:
     if isinstance(weight.codes, Tensor):
         sums = torch._int_mm(codes, weight.codes.T).float()
     else:
-        sums = _dense_linear(codes.to(x.dtype), weight.codes, None).float()
+        sums = _dense_linear(codes.to(weight.codes.matrix.dtype), weight.codes, None).float()
     return sums.mul_(scale_T1).mul_(weight.scale).to(x.dtype)
 
 

@@ -108,6 +108,24 @@ def test_bfloat16_is_the_definition_rounded(shape: tuple[int, int], scheme: Sche
         assert float((found - wanted).norm() / wanted.norm()) < 2**-7
 
 
+@pytest.mark.parametrize("without_vnni", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (48, 1536)])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.label)
+def test_float16_is_the_definition_rounded(
+    shape: tuple[int, int], scheme: Scheme, without_vnni: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where sums of codes would leave its range, as those of equal signs do."""
+    if without_vnni:
+        monkeypatch.setattr(linear_module, "has_exact_int8", lambda: False)
+    qw = quantized(shape, scheme, torch.float16)
+    packed = pack_quantized(qw, torch.float16, CPU)
+    x = torch.cat([torch.randn(5, shape[1]), torch.ones(1, shape[1])]).half()
+    wanted = linear_reference(x, qw)
+    found = linear(x, packed)
+    assert found.dtype == torch.float16
+    assert float((found.float() - wanted).norm() / wanted.norm()) < 2**-9
+
+
 def test_int4_kernel_serves_where_it_is_exact() -> None:
     sym = with_group_size(PRESETS["w4a16"], 64)
 
