@@ -21,6 +21,7 @@ from rich.console import Console
 
 from runtime import cli_bench
 from runtime.cli_options import (
+    API_KEY_VARIABLE,
     ApiKey,
     ArtifactDir,
     BlockSize,
@@ -179,7 +180,7 @@ def serve_command(
     from runtime.server.serve import ServerConfig, serve
 
     server_config = ServerConfig(
-        host=host, port=port, served_model_name=served_model_name, api_key=api_key,
+        host=host, port=port, served_model_name=served_model_name, api_key=_given_key(api_key),
         max_num_queued=max_num_queued, shutdown_timeout_s=shutdown_timeout,
         require_accepted=require_accepted,
     )  # fmt: skip
@@ -381,6 +382,15 @@ def _unless(name: str, off: bool, on: bool) -> bool:
     if off and on:
         raise ConfigError(f"--{name} and --no-{name} contradict each other; say one")
     return not off
+
+
+def _given_key(key: str | None) -> str | None:
+    """The key; a variable that is there but empty (a secret that was not set) is not "no key"."""
+    if key is None and API_KEY_VARIABLE in os.environ:
+        raise ConfigError(
+            f"{API_KEY_VARIABLE} is set, but empty; unset it to serve without a key, or give one"
+        )
+    return key
 
 
 def _dtype(value: str) -> DType:

@@ -49,6 +49,7 @@ def _within(value: Number, low: float, high: float | None) -> Number:
 
 
 ENGINE, SERVER, SAMPLING = "Engine", "Server", "Sampling"
+API_KEY_VARIABLE = "RUNTIME_API_KEY"
 COUNT = integer(1)
 
 ArtifactDir = Annotated[Path, typer.Argument(metavar="ART", help="Artifact directory.")]
@@ -70,7 +71,7 @@ ServedModelName = Annotated[
 ]  # fmt: skip
 ApiKey = Annotated[
     str | None,
-    typer.Option(metavar="KEY", rich_help_panel=SERVER, envvar="RUNTIME_API_KEY",
+    typer.Option(metavar="KEY", rich_help_panel=SERVER, envvar=API_KEY_VARIABLE,
                  help="Require `Authorization: Bearer KEY`.", show_default="none"),
 ]  # fmt: skip
 MaxNumQueued = Annotated[

@@ -370,6 +370,14 @@ def test_a_key_that_cannot_be_sent_is_refused(
     assert "--api-key must be" in error
 
 
+def test_an_empty_key_in_the_environment_does_not_open_the_server(
+    art: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RUNTIME_API_KEY", "")
+    error = refused(["serve", str(art), "--require-accepted", "--port", "0"], capsys)
+    assert "RUNTIME_API_KEY is set, but empty" in error
+
+
 def test_a_report_that_cannot_be_written_is_refused_before_the_load_test(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
