@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -135,8 +136,36 @@ class Run:
 
 def check_writable(path: Path) -> None:
     """Raise ConfigError unless a report can be written there: before a load test, not after it."""
+    with _json_errors(path):
+        staged = _staged(path)
+        staged.open("a").close()
+        if staged != path:
+            staged.unlink()
+
+
+def write_report(path: Path, text: str) -> None:
+    """Whole or not at all: a full disk leaves what was there. ConfigError on failure."""
+    with _json_errors(path):
+        staged = _staged(path)
+        try:
+            staged.write_text(text)
+            if staged != path:
+                staged.replace(path)
+        finally:
+            if staged != path:
+                staged.unlink(missing_ok=True)
+
+
+def _staged(path: Path) -> Path:
+    """The name a report is written under first; its own where it is no file, as /dev/stdout."""
+    is_special = path.is_symlink() or (path.exists() and not path.is_file())
+    return path if is_special else path.with_name(f".{path.name}.tmp")
+
+
+@contextmanager
+def _json_errors(path: Path) -> Iterator[None]:
     try:
-        path.open("a").close()
+        yield
     except OSError as error:
         raise ConfigError(f"--json {path}: {error.strerror}") from error
 

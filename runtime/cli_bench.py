@@ -82,7 +82,15 @@ def bench_command(
     whatever the server does; how late they were sent, and whether this side's cap held them back,
     is shown.
     """
-    from runtime.bench import Load, check_writable, read_prompts, repeats, run_load, summarize
+    from runtime.bench import (
+        Load,
+        check_writable,
+        read_prompts,
+        repeats,
+        run_load,
+        summarize,
+        write_report,
+    )
     from runtime.bench_report import render_report
 
     console = Console(highlight=False)
@@ -99,6 +107,6 @@ def bench_command(
     summary = summarize(run_load(load), load)
     console.print(render_report(summary))
     if json_out is not None:
-        json_out.write_text(summary.to_json())
+        write_report(json_out, summary.to_json())
     if summary.failed_share > failure_limit:
         raise typer.Exit(EXIT_FAILED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -376,6 +377,32 @@ def test_an_empty_key_in_the_environment_does_not_open_the_server(
     monkeypatch.setenv("RUNTIME_API_KEY", "")
     error = refused(["serve", str(art), "--require-accepted", "--port", "0"], capsys)
     assert "RUNTIME_API_KEY is set, but empty" in error
+
+
+def test_a_load_test_that_does_not_end_leaves_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    refused(["bench", "http://", "--json", str(new)], capsys)
+    assert not list(tmp_path.iterdir())
+    old.write_text("earlier figures")
+
+    def full_disk(self: Path, text: str) -> int:
+        self.open("w").close()
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    bench = ["bench", "http://127.0.0.1:9", "--requests", "1", "--json", str(old)]
+    assert "No space left" in refused(bench, capsys)
+    assert old.read_text() == "earlier figures"
+    assert list(tmp_path.iterdir()) == [old]
+
+
+def test_figures_can_go_to_stdout() -> None:
+    bench = ["bench", "http://127.0.0.1:9", "--requests", "1", "--json", "/dev/stdout"]
+    done = subprocess.run([*RUN, *bench], stdout=subprocess.PIPE, check=False)
+    figures = json.loads(done.stdout[done.stdout.index(b"{") :])
+    assert (done.returncode, figures["sent"], figures["ok"]) == (1, 1, 0)
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_the_load_test(
