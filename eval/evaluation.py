@@ -35,10 +35,14 @@ class ArtifactFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseFacts:
-    """The base it was held against, and how it was computed."""
+    """The base it was held against, and how it was computed.
+
+    source_digest: of its files as artifacts record it.
+    """
 
     name: str
     digest: str
+    source_digest: str
     description: str
     chat_template_sha256: str | None
 

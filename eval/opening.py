@@ -132,6 +132,7 @@ def open_all(job: Job, progress: Progress) -> Opened:
     base = BaseFacts(
         name=checkpoint.name,
         digest=checkpoint.digest,
+        source_digest=checkpoint.source_digest,
         description=reference.description,
         chat_template_sha256=base_template,
     )
@@ -252,6 +253,12 @@ def notes_on(opened: Opened, amounts: Amounts) -> tuple[str, ...]:
         notes.append(
             f"The base {opened.base.name} was named by hand; the artifact was made from "
             f"{source.path}{merged}. The verdict holds against the base that was used."
+        )
+    elif source.adapter is None and opened.base.source_digest != source.digest:
+        notes.append(
+            f"The base {opened.base.name} is not what it was when the artifact was made from it "
+            "(its files have another digest). The verdict holds against the files that lie there "
+            "now; what they lost or gained since counts as the artifact's."
         )
     if "de-quantized" in opened.base.description:
         notes.append(

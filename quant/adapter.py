@@ -23,10 +23,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quant.artifact.errors import UnsafeCheckpointError
+from quant.artifact.integrity import sha256_of
 from quant.artifact.jsonio import validation_message
 from quant.artifact.manifest import AdapterRecord
 from quant.artifact.store import read_header
-from quant.checkpoint import Source, file_sha256, read_object
+from quant.checkpoint import Source, read_object
 from quant.errors import NonFiniteError, SourceError, UnsupportedModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -125,7 +126,7 @@ class Adapter:
 
     @cached_property
     def digest(self) -> str:
-        lines = [f"{name} {file_sha256(self.path / name)}\n" for name in (CONFIG, WEIGHTS)]
+        lines = [f"{name} {sha256_of(self.path / name)}\n" for name in (CONFIG, WEIGHTS)]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def _index(self) -> dict[str, dict[str, str]]:

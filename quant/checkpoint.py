@@ -8,7 +8,6 @@ becomes of the weights.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -124,12 +123,6 @@ class Source(ABC):
         """Tensors that the model class does not use; they are copied as they are."""
         used = set(self.skeleton.parameter_shapes) | set(self.dropped())
         return tuple(name for name in self.names if name not in used)
-
-
-def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes (hex)."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_object(path: Path) -> dict[str, Any]:

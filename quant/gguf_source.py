@@ -25,7 +25,8 @@ from tokenizers.decoders import ByteLevel
 from torch import Tensor
 from transformers import AutoConfig
 
-from quant.checkpoint import Source, file_sha256
+from quant.artifact.checkpoint_files import checkpoint_digest
+from quant.checkpoint import Source
 from quant.errors import SourceError, UnsupportedModelError, first_line
 from quant.gguf_reading import QuickReader, parsed_for_transformers
 from quant.modelling import FAMILIES, check_family, check_tensors, load_tokenizer
@@ -183,7 +184,7 @@ class GGUFSource(Source):
 
     @cached_property
     def digest(self) -> str:
-        return file_sha256(self.path)
+        return checkpoint_digest(self.path)
 
     @property
     def num_bytes(self) -> int:

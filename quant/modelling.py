@@ -303,7 +303,7 @@ class Skeleton:
         """Hidden states [B, T, H] that enter layer 0, in `compute_dtype`, of each [B, T] ids."""
         table = self._model.model.embed_tokens
         placeholder = table.weight
-        table.weight = _parameter(weights["model.embed_tokens.weight"], self.device)
+        table.weight = _parameter(weights[EMBEDDING_WEIGHT], self.device)
         try:
             for ids in token_ids:
                 yield table(ids.to(self.device)).to(self.compute_dtype)
@@ -347,7 +347,7 @@ class Skeleton:
         identity, placeholder = model.model.norm, model.lm_head.weight
         norm = copy.deepcopy(self._norm)
         norm.weight = _parameter(weights["model.norm.weight"], self.device)
-        name = "model.embed_tokens.weight" if self.is_tied else HEAD_WEIGHT
+        name = EMBEDDING_WEIGHT if self.is_tied else HEAD_WEIGHT
         model.model.norm = norm
         model.lm_head.weight = _parameter(weights[name], self.device)
         try:
@@ -357,6 +357,7 @@ class Skeleton:
 
 
 HEAD_WEIGHT = f"{HEAD}.weight"
+EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 
 
 def _is_mixture(layer: Any) -> bool:

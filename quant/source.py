@@ -8,7 +8,6 @@ the weights.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable
 from functools import cached_property
@@ -18,31 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quant.artifact.checkpoint_files import checkpoint_digest, files_of, is_copied
 from quant.artifact.errors import UnsafeCheckpointError
 from quant.artifact.shipped import local_path
-from quant.artifact.store import CheckpointReader
-from quant.checkpoint import Source, file_sha256, read_object
+from quant.artifact.store import PICKLE_SUFFIXES, CheckpointReader
+from quant.checkpoint import Source, read_object
 from quant.errors import AlreadyQuantizedError, SourceError
 from quant.model_config import describe_quantization
-from quant.modelling import check_family, check_tensors, load_tokenizer
+from quant.modelling import (
+    EMBEDDING_WEIGHT,
+    HEAD_WEIGHT,
+    Skeleton,
+    check_family,
+    check_tensors,
+    load_tokenizer,
+)
 from quant.synthetic import SyntheticSource, is_synthetic
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
-PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-
-# Where transformers keeps a tokenizer's chat templates but for the default one.
-MORE_TEMPLATES = "additional_chat_templates"
-
-# Never copied: weights, code, and the files that every artifact writes anew.
-NOT_COPIED_SUFFIXES = PICKLE_SUFFIXES | {
-    ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".tflite", ".ot", ".py", ".partial",
-}  # fmt: skip
-NOT_COPIED_NAMES = frozenset({
-    "config.json", "artifact.json", "gate.json", "recipe.yaml", "report.json", "report.md",
-    "report.html", "README.md", "quantize_config.json", "quant_config.json",
-})  # fmt: skip
 
 # What quantizers call codes, scales and zero points.
 QUANTIZED_MARKS = (
@@ -74,6 +68,7 @@ class HFSource(Source):
         _refuse_quantized_names(path, self.names)
         check_tensors(self.skeleton, {n: self.shape(n) for n in self.names}, str(path))
         _refuse_codes(path, self._reader, self.skeleton.parameter_shapes)
+        check_tied_head(path, self._reader, self.skeleton)
         _check_generation_config(path)
         self.dtype = _stored_dtype(self._reader)
 
@@ -89,15 +84,10 @@ class HFSource(Source):
 
     @cached_property
     def digest(self) -> str:
-        lines = [
-            f"{name} {file_sha256(path)}\n"
-            for name, path in _files_of(self.path)
-            if _is_model_file(path)
-        ]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        return checkpoint_digest(self.path)
 
     def files(self) -> dict[str, bytes]:
-        return {name: path.read_bytes() for name, path in _files_of(self.path) if _is_copied(path)}
+        return {name: path.read_bytes() for name, path in files_of(self.path) if is_copied(path)}
 
     def tokenizer(self) -> Any:
         return load_tokenizer(self.path, trust_remote_code=False)
@@ -234,6 +224,22 @@ def require_tokenizer(path: Path) -> None:
         )
 
 
+def check_tied_head(path: Path, reader: CheckpointReader, skeleton: Skeleton) -> None:
+    """SourceError if a head is stored beside the embedding it is tied to and differs from it.
+
+    transformers 4 drops such a head, transformers 5 keeps it: nobody knows which model was meant.
+    """
+    if not skeleton.is_tied or HEAD_WEIGHT not in reader:
+        return
+    head, embedding = reader.tensor(HEAD_WEIGHT), reader.tensor(EMBEDDING_WEIGHT)
+    if not torch.equal(head, embedding):
+        raise SourceError(
+            f"{path}: {HEAD_WEIGHT} is stored and is not {EMBEDDING_WEIGHT}, yet config.json says "
+            "tie_word_embeddings; write `tie_word_embeddings: false` there if the model has a head "
+            "of its own, else remove the tensor"
+        )
+
+
 def _refuse_pickle(path: Path) -> None:
     pickles = [p.name for p in sorted(path.iterdir()) if p.suffix in PICKLE_SUFFIXES]
     if pickles and not any(path.glob("*.safetensors")):
@@ -245,29 +251,9 @@ def _refuse_pickle(path: Path) -> None:
 
 def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
     """The dtype of the embedding table; a family keeps all its linears in it."""
-    dtype = reader.dtype("model.embed_tokens.weight")
+    dtype = reader.dtype(EMBEDDING_WEIGHT)
     if dtype not in DTYPES.values():
         raise SourceError(
-            f"tensor model.embed_tokens.weight is {dtype}; expected one of {', '.join(DTYPES)}"
+            f"tensor {EMBEDDING_WEIGHT} is {dtype}; expected one of {', '.join(DTYPES)}"
         )
     return dtype
-
-
-def _files_of(directory: Path) -> list[tuple[str, Path]]:
-    """(name in the directory, path) of every file of a model, sorted."""
-    found = [*directory.iterdir(), *(directory / MORE_TEMPLATES).glob("*.jinja")]
-    named = ((path.relative_to(directory).as_posix(), path) for path in found if path.is_file())
-    return sorted(named)
-
-
-def _is_copied(path: Path) -> bool:
-    return not (
-        path.suffix in NOT_COPIED_SUFFIXES
-        or path.name in NOT_COPIED_NAMES
-        or path.name.endswith(".index.json")
-        or path.name.startswith(".")
-    )
-
-
-def _is_model_file(path: Path) -> bool:
-    return _is_copied(path) or path.suffix == ".safetensors" or path.name == "config.json"

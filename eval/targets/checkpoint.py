@@ -16,23 +16,25 @@ from typing import Literal
 import yaml
 
 from eval.errors import TargetError, UsageError
+from quant.artifact.checkpoint_files import checkpoint_digest
+from quant.artifact.integrity import sha256_of
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CONTENT = (".safetensors", ".json", ".gguf", ".jinja", ".model", ".txt")
-_CHUNK_BYTES = 1 << 22
 _QUANTIZED_FILES = ("quantize_config.json", "quant_config.json")  # of GPTQ's and AWQ's older tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """A base model on disk. `gguf_file` is the file's name inside `directory`; `states` is what its
-    files looked like before they were hashed."""
+    files looked like before they were hashed. source_digest: what artifacts call these files."""
 
     name: str
     kind: Literal["hf", "gguf"]
     directory: Path
     gguf_file: str | None
     digest: str
+    source_digest: str
     states: Mapping[Path, tuple[int, ...]]
 
     def require_unchanged(self) -> None:
@@ -70,12 +72,14 @@ def _gguf(path: Path) -> Checkpoint:
     if magic != b"GGUF":
         raise UsageError(f"{path} is not a GGUF file (it begins with {magic!r}); pass its folder?")
     states = {path: _state(path)}
+    sha256 = sha256_of(path)
     return Checkpoint(
         name=str(path),
         kind="gguf",
         directory=path.parent,
         gguf_file=path.name,
-        digest=_digest([path]),
+        digest=_digest({path: sha256}),
+        source_digest=sha256,
         states=states,
     )
 
@@ -92,12 +96,14 @@ def _directory(path: Path) -> Checkpoint:
     _refuse_quantized(path)
     files = [p for p in path.iterdir() if p.suffix in _CONTENT and p.is_file()]
     states = {file: _state(file) for file in files}
+    sha256 = {file: sha256_of(file) for file in files}
     return Checkpoint(
         name=str(path),
         kind="hf",
         directory=path,
         gguf_file=None,
-        digest=_digest(files),
+        digest=_digest(sha256),
+        source_digest=checkpoint_digest(path, lambda file: sha256.get(file) or sha256_of(file)),
         states=states,
     )
 
@@ -155,17 +161,9 @@ def _state(path: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _digest(files: list[Path]) -> str:
-    """sha256 over the names and contents of `files`."""
+def _digest(sha256: Mapping[Path, str]) -> str:
+    """sha256 over the names and contents of files."""
     total = hashlib.sha256()
-    for path in sorted(files, key=lambda path: path.name):
-        total.update(f"{path.name}\0{_file_sha256(path)}\n".encode())
+    for path in sorted(sha256, key=lambda path: path.name):
+        total.update(f"{path.name}\0{sha256[path]}\n".encode())
     return total.hexdigest()
-
-
-def _file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -28,7 +28,7 @@ from quant.artifact.errors import (
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 _MAX_HEADER_BYTES = 100_000_000
 
 DTYPES: dict[str, torch.dtype] = {

@@ -325,6 +325,21 @@ def test_a_base_of_another_place_is_named(
     assert "was named by hand; the artifact was made from" in " ".join(shown.split())
 
 
+def test_a_base_that_changed_since_is_named(
+    taught_model: Path, dense_artifact: Callable[[Path], Path], call: Callable[..., Any],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    base = shutil.copytree(taught_model, tmp_path / "base")
+    made = dense_artifact(base)
+    _, shown, _ = call(made, "--no-stamp")
+    assert "is not what it was" not in " ".join(shown.split())
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] *= 1.001
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    _, shown, _ = call(made, "--no-stamp")
+    assert "is not what it was when the artifact was made from it" in " ".join(shown.split())
+
+
 def test_too_few_documents_are_never_accepted_and_say_why(
     dense: Path, suite_dir: Path, call: Callable[..., Any], tmp_path: Path
 ) -> None:

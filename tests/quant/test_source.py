@@ -98,6 +98,19 @@ def test_tied_head_and_old_buffers_are_on_the_drop_list(tiny_model: Callable[...
     assert source.extra_names() == ("model.mtp.weight",)
 
 
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """transformers 4 would drop it, transformers 5 keeps it."""
+    directory = tiny_model(tie_word_embeddings=True)
+    copy = shutil.copytree(directory, directory.parent / "two-heads")
+    head = load_file(directory / "model.safetensors")["model.embed_tokens.weight"].clone()
+    head[3, 5] += 1
+    edit_tensors(copy, **{"lm_head.weight": head})
+    with pytest.raises(SourceError, match=r"lm_head\.weight is stored and is not .*false` there"):
+        open_source(str(copy))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_weights_name_the_tensor(model_copy: Path, value: float) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
