@@ -41,7 +41,7 @@ from quant.pipeline import run
 from quant.plan import Plan
 from quant.provenance import RunInputs, job_identity, tools
 from quant.recipe import Recipe
-from quant.report import ModuleResult, RunReport
+from quant.report import KVLayerResult, ModuleResult, RunReport
 from quant.run_progress import Progress
 from quant.run_start import DTYPES, tokens_at_once
 from quant.spill import UNLIMITED, MemoryLimits
@@ -354,8 +354,12 @@ def _read_record(path: Path, fit: Calibration | None) -> tuple[RunReport | None,
     if not path.is_file():
         return None, None
     data = json.loads(path.read_text(encoding="utf-8"))
-    modules = tuple(ModuleResult.from_json(module) for module in data["report"]["modules"])
-    fields = {**data["report"], "modules": modules, "warnings": tuple(data["report"]["warnings"])}
-    report = RunReport(**{**fields, "sensitivity": (), "plans": ()})
+    kept = data["report"]
+    tables = {
+        "modules": tuple(ModuleResult.from_json(module) for module in kept["modules"]),
+        "kv_layers": tuple(KVLayerResult.from_json(layer) for layer in kept["kv_layers"]),
+        "warnings": tuple(kept["warnings"]),
+    }
+    report = RunReport(**{**kept, **tables, "sensitivity": (), "plans": ()})
     report = replace(report, coverage=None if fit is None else fit.coverage)
     return report, Divergence(**data["kl"]) if data["kl"] else None

@@ -400,6 +400,33 @@ def test_a_run_killed_anywhere_is_taken_up_again(
     assert left_beside(out) == {"scores.json", "done.json"}
 
 
+class DieIn(DieAt):
+    """A Progress that dies when it first hears of `fatal_text`."""
+
+    def __init__(self, fatal_text: str) -> None:
+        super().__init__(fatal=-1)
+        self.fatal_text = fatal_text
+
+    def layer(self, index: int, text: str) -> None:
+        if self.fatal_text in text:
+            raise Stop
+        super().layer(index, text)
+
+
+def test_a_plan_with_kv_scales_is_taken_up_again(
+    tiny_model: Callable[..., Path], calib: Path, tmp_path: Path
+) -> None:
+    """What its KV cache costs is read back from the record of the plan, and reported."""
+    one = {"windows": 4, "heldout": 4, "draws": 2, "plans": 1}
+    straight = make(tiny_model(), calib, tmp_path / "straight", kv_cache="fp8-head", mixed=one)
+    job = make_job(tiny_model(), calib, tmp_path / "art", kv_cache="fp8-head", mixed=one)
+    with pytest.raises(Stop):
+        carry_out(job, progress=DieIn("judging"))
+    resumed = carry_out(job)
+    assert len(resumed.kv_layers) == 2
+    assert resumed.kv_layers == straight.kv_layers
+
+
 def test_scores_of_other_windows_are_not_taken(
     tiny_model: Callable[..., Path], calib: Path, tmp_path: Path
 ) -> None:
