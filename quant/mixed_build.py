@@ -39,7 +39,7 @@ from quant.mixed_plan import (
 from quant.mixed_scores import ScoreSettings, measure_scores, parts_of
 from quant.pipeline import run
 from quant.plan import Plan
-from quant.provenance import RunInputs, job_identity, tools
+from quant.provenance import RunInputs, calibration_record, job_identity, sketch_digest, tools
 from quant.recipe import Recipe
 from quant.report import KVLayerResult, ModuleResult, RunReport
 from quant.run_progress import Progress
@@ -82,6 +82,7 @@ class MixedJob:
         """A hash of everything that moves a bit of what will be chosen."""
         asked = [
             self.source.digest, self.recipe.data, self.fit.digest,
+            sketch_digest(calibration_record(self.fit)),
             [list(window) for window in self.heldout], tools(self.device),
             self.gate and self.gate.key,
         ]  # fmt: skip

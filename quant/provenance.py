@@ -114,9 +114,18 @@ def job_identity(inputs: RunInputs) -> dict[str, Any]:
         "dtype": plan.dtype,
         "kv_cache": [plan.kv_cache, list(plan.kv_layers)],
         "calibration": None if calibration is None else calibration.digest,
+        "sketch": sketch_digest(calibration_record(calibration)),
         "tools": tools(inputs.device, inputs.num_ranks),
         "quant_sources": own_sources(),
     }
+
+
+def sketch_digest(record: CalibrationRecord | None) -> str | None:
+    """sha256 (hex) of what the gate looks for leaks with: names of rows and documents, which no
+    token tells. None without any."""
+    if record is None or record.sketch is None:
+        return None
+    return hashlib.sha256(record.sketch.model_dump_json().encode()).hexdigest()
 
 
 @cache
@@ -142,6 +151,7 @@ def is_made_by(manifest: Manifest, identity: Mapping[str, Any]) -> bool:
         "recipe": manifest.recipe.sha256,
         "overrides": manifest.recipe.overrides,
         "calibration": None if calibration is None else calibration.digest,
+        "sketch": sketch_digest(calibration),
         "tools": manifest.tools,
     }
     wanted = json.loads(json.dumps({key: identity[key] for key in found}))
@@ -175,7 +185,7 @@ def make_manifest(
             name=recipe.name,
             overrides=recipe.cli_overrides,
         ),
-        calibration=_calibration_record(inputs.calibration),
+        calibration=calibration_record(inputs.calibration),
         tools=tools(inputs.device, inputs.num_ranks),
         probe=probe,
     )
@@ -196,7 +206,7 @@ def _module_record(result: ModuleResult, plan: Plan) -> ModuleRecord:
     )
 
 
-def _calibration_record(calibration: Calibration | None) -> CalibrationRecord | None:
+def calibration_record(calibration: Calibration | None) -> CalibrationRecord | None:
     if calibration is None:
         return None
     coverage = calibration.coverage

@@ -17,6 +17,7 @@ import pytest
 from said import Quantize
 
 from quant.artifact.artifact import open_artifact
+from quant.artifact.overlap import hashed_id
 from quant.cli_steps import out_console
 
 
@@ -123,6 +124,28 @@ def test_the_whole_command(
     assert other[0] == 2
     assert "--overwrite" in other[2]
     assert other[1] == "", "refused before the plan is printed"
+
+
+@pytest.mark.parametrize("goal", [(), ("--budget", "6bpw")])
+def test_rows_that_were_given_names_are_not_the_same_job(
+    quantize: Quantize, small_run: tuple[object, ...], tmp_path: Path, goal: tuple[str, ...]
+) -> None:
+    """No token of them differs, but the gate looks for leaks by these names."""
+    calib = tmp_path / "rows.jsonl"
+    asked = (*small_run, "--calib", calib, "--smoothing", "none", "--out", "art", *goal)
+    rows = [{"text": f"{text} {i}"} for i, text in enumerate(["The customer pays."] * 8)]
+    calib.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert quantize(*asked)[0] == 0
+    assert "nothing left to do" in quantize(*asked)[2]
+    calib.write_text("".join(json.dumps({**r, "doc": "contract-17"}) + "\n" for r in rows))
+    code, _, err = quantize(*asked)
+    assert code == 2
+    assert "already holds an artifact" in err
+    assert quantize(*asked, "--overwrite")[0] == 0
+    calibration = open_artifact(tmp_path / "art").manifest.calibration
+    assert calibration is not None
+    assert calibration.sketch is not None
+    assert hashed_id("contract-17") in calibration.sketch.ids
     planned = quantize(*small_run, "--out", "art", "--dry-run")
     assert planned[0] == 0
     assert "bits over the whole model" in planned[1]
