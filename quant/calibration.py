@@ -1,8 +1,8 @@
 """Calibration data: JSONL rows -> token windows, and an account of what became of every row.
 
 Rows are {"text"}, {"messages"} or {"prompt", "completion"}, with optional "id", "source", "lang"
-(and "tools" beside messages). Chat rows go through the model's chat template exactly once and get
-no second BOS. Long rows are cut into windows, never dropped; exact duplicates count once.
+(and "tools" beside all but text). Chat rows go through the model's chat template exactly once and
+get no second BOS. Long rows are cut into windows, never dropped; exact duplicates count once.
 
 Which windows are used is decided by a hash of content and seed, so the order of rows and files does
 not matter. Sources take turns, and within a source its short, medium and long thirds do; a row
@@ -113,6 +113,12 @@ def load_calibration(
     return replace(
         found, long_samples=long_samples, digest=_digest([*found.samples, *long_samples])
     )
+
+
+def count_tokens(row: Row, tokenizer: Tokenizer) -> int:
+    """Tokens that calibrating on a row reads, chat template and BOS included."""
+    document = _render(row, tokenizer, seed=0)
+    return len(_tokenize(tokenizer, document.text, add_special_tokens=not document.is_chat))
 
 
 def windows_from_token_lists(token_lists: Iterable[Sequence[int]]) -> Calibration:

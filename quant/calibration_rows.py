@@ -116,7 +116,7 @@ def decode_line(raw: bytes, where: str, *, first: bool) -> str:
 
 def _parse(line: str, where: str, stem: str, counts: RowCounts) -> Row | None:
     data = parse_object(line, where)
-    counts.ignored_keys.update(data.keys() - _KNOWN)
+    counts.ignored_keys.update(data.keys() - (_KNOWN - {"tools"} if "text" in data else _KNOWN))
     return parse_row(data, where, stem)
 
 
@@ -169,10 +169,10 @@ def parse_row(data: dict[str, Any], where: str, stem: str) -> Row | None:
     if fields == {"text"}:
         text = _string(data, "text", where)
         return Row(text=text, **common) if text.strip() else None
+    common["tools"] = _tools(data.get("tools"), where)
     if fields == {"messages"}:
         messages = _messages(data["messages"], where)
-        tools = _tools(data.get("tools"), where)
-        return Row(messages=messages, tools=tools, **common) if messages else None
+        return Row(messages=messages, **common) if messages else None
     if fields == {"prompt", "completion"}:
         return _pair(data, where, common)
     raise CalibrationError(f"{where}: {_wrong_fields(data, fields)}")

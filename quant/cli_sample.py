@@ -149,24 +149,15 @@ def _inputs(names: list[str], spool: Path) -> list[Path]:
 
 def _length(model: str) -> Callable[[Mapping[str, Any]], int]:
     """Tokens of a row as `model` counts them, chat template included."""
+    from quant.calibration import count_tokens
+    from quant.calibration_rows import parse_row
     from quant.source import open_source
 
     tokenizer = open_source(model).tokenizer()
 
     def count(row: Mapping[str, Any]) -> int:
-        messages, tools = row.get("messages"), row.get("tools")
-        if messages is None:
-            text = "".join(row.get(key, "") for key in ("text", "prompt", "completion"))
-        elif tokenizer.chat_template:
-            try:
-                text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-            except Exception as error:  # templates raise whatever jinja and their authors like
-                raise CalibrationError(
-                    f"{model}: its chat template refuses the row {row.get('id', '')}: {error}"
-                ) from error
-        else:
-            raise CalibrationError(f"{model}: has no chat template; leave out --model for chats")
-        ids = tokenizer(text, add_special_tokens=messages is None, verbose=False)["input_ids"]
-        return max(1, len(ids))
+        where = f"{model}: --model, row {row['id']}" if "id" in row else f"{model}: --model"
+        parsed = parse_row(dict(row), where, stem="")
+        return 1 if parsed is None else max(1, count_tokens(parsed, tokenizer))
 
     return count

@@ -87,8 +87,7 @@ def _content(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         answer = _answer(data)
         if answer is not None and messages and messages[-1].get("role") != "assistant":
             messages.append(answer)
-        tools = request.get("tools")
-        return {"messages": messages} | ({"tools": tools} if isinstance(tools, list) else {})
+        return {"messages": messages} | _tools(request)
     if isinstance(data.get("conversations"), list):
         return {"messages": _messages(data["conversations"])}
     if "prompt" in request:
@@ -118,7 +117,12 @@ def _pair(data: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]
         completion = answer.get("content") if answer else None
     if completion is None:
         return {"text": prompt}
-    return {"prompt": prompt, "completion": completion}
+    return {"prompt": prompt, "completion": completion} | _tools(request)
+
+
+def _tools(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Whatever stands there: `parse_row` refuses what is no list."""
+    return {"tools": request["tools"]} if request.get("tools") else {}
 
 
 def _answer(data: Mapping[str, Any]) -> dict[str, Any] | None:

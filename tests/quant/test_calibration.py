@@ -39,7 +39,8 @@ class ByteTokenizer:
         if conversation[0]["role"] == "assistant":
             raise ValueError("conversation must start with a user")
         turns = (f"<{m['role']}>{m.get('content') or 'call'}</s>" for m in conversation)
-        return self.template_head + "".join(turns)
+        tools = "".join(f"<tool>{tool['name']}" for tool in kwargs["tools"] or ())
+        return self.template_head + tools + "".join(turns)
 
 
 class BosTemplateTokenizer(ByteTokenizer):
@@ -200,6 +201,23 @@ def test_prompt_and_completion_are_a_chat_where_there_is_a_template(load: Load) 
     turns = chat("ab", "cd")["messages"]
     lists = {"prompt": turns[:1], "completion": turns[1:]}
     assert load([lists]).samples == load([chat("ab", "cd")]).samples
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "completion": "b"},
+        {
+            "prompt": [{"role": "user", "content": "a"}],
+            "completion": [{"role": "assistant", "content": "b"}],
+        },
+        chat("a", "b"),
+    ],
+)
+def test_tools_reach_the_template_whatever_the_shape(load: Load, row: dict[str, Any]) -> None:
+    found = load([{**row, "tools": [{"name": "f"}]}])
+    assert len(found.samples[0]) == len("<tool>f<user>a</s><assistant>b</s>")
+    assert load([{"text": "a", "tools": [{"name": "f"}]}]).coverage.ignored_keys == {"tools": 1}
 
 
 def test_chat_rows_need_a_template_that_takes_them(load: Load) -> None:

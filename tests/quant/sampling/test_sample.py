@@ -52,6 +52,7 @@ def log_rows(count: int = 80) -> list[dict[str, Any]]:
 
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is it?"}]
 ANSWER = {"role": "assistant", "content": "On its way."}
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,11 @@ ANSWER = {"role": "assistant", "content": "On its way."}
             {"messages": [{"role": "user", "content": "hi"}]},
         ),
         ({"messages": ASK, "response": {"status_code": 500, "body": {}}}, {"messages": ASK}),
+        ({"messages": ASK, "tools": TOOLS}, {"messages": ASK, "tools": TOOLS}),
+        (
+            {"prompt": ASK, "completion": [ANSWER], "tools": TOOLS},
+            {"prompt": ASK, "completion": [ANSWER], "tools": TOOLS},
+        ),
     ],
 )  # fmt: skip
 def test_records_of_logs_become_calibration_rows(
@@ -105,6 +111,8 @@ def test_a_field_of_the_wrong_type_is_told_from_a_missing_one() -> None:
         calibration_row({"text": 5}, "f:1", "log")
     with pytest.raises(CalibrationError, match="f:1: messages is a str, expected a list"):
         calibration_row({"messages": "no"}, "f:1", "log")
+    with pytest.raises(CalibrationError, match="f:1: tools: found a string, expected a list"):
+        calibration_row({"messages": ASK, "tools": json.dumps(TOOLS)}, "f:1", "log")
 
 
 def test_a_folder_is_no_file_to_write(tmp_path: Path) -> None:
@@ -335,19 +343,36 @@ def test_an_interruption_leaves_nothing(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"messages": ASK[1:]}, "<|im_start|>user\nWhere is it?<|im_end|>\n"),
+        (
+            {"prompt": "a", "completion": "b"},
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n",
+        ),
+        (
+            {"prompt": ASK[1:], "completion": [ANSWER]},
+            "<|im_start|>user\nWhere is it?<|im_end|>\n"
+            "<|im_start|>assistant\nOn its way.<|im_end|>\n",
+        ),
+    ],
+)
 def test_a_models_own_tokenizer_counts(
+    row: dict[str, Any],
+    text: str,
     tmp_path: Path,
     tiny_model: Callable[..., Path],
     command: Callable[..., tuple[int, str, str]],
 ) -> None:
-    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "abc"}]}])
+    """As calibrating on the row will."""
+    path = write(tmp_path / "a.jsonl", [row])
     code, _, err = command("--from", path, "--out", tmp_path / "o.jsonl", "--model", tiny_model())
     assert code == 0, err
     from transformers import AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(tiny_model())(
-        "<|im_start|>user\nabc<|im_end|>\n", add_special_tokens=False
-    )["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert json.loads((tmp_path / "o.report.json").read_text())["tokens"] == len(ids)
 
 
