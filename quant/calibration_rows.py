@@ -53,7 +53,7 @@ class Row:
 
 
 # What `quantize sample` reads and this does not.
-_OF_LOGS = frozenset({".parquet", ".arrow", ".csv"})
+OF_LOGS = frozenset({".parquet", ".arrow", ".csv"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def read_rows(path: Path, counts: RowCounts) -> Iterator[Row]:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if path.is_dir():
         raise CalibrationError(f"{path}: is a directory, expected a JSONL file (one row a line)")
-    if path.suffix.lower() in _OF_LOGS:
+    if path.suffix.lower() in OF_LOGS:
         raise CalibrationError(
             f"{path}: expected a JSONL file (one row a line); draw one from it: "
             f"quantize sample --from {path} --out calib.jsonl"

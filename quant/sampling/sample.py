@@ -8,6 +8,7 @@ drops what the gate holds and what is alike after all, redacts, and writes at on
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 from collections import Counter, defaultdict
@@ -21,6 +22,7 @@ import numpy as np
 from quant.artifact.durable import write_file
 from quant.artifact.redact import redact, secrets
 from quant.artifact.text_runs import normalised
+from quant.calibration_rows import OF_LOGS
 from quant.errors import CalibrationError
 from quant.sampling.alike import (
     PERMUTATIONS,
@@ -117,6 +119,8 @@ def draw_sample(
         raise CalibrationError(f"{out}: is one of the inputs; name another --out")
     if out.is_dir():
         raise CalibrationError(f"{out}: is a folder; name a file for --out")
+    if out.suffix.lower() in OF_LOGS:
+        raise CalibrationError(f"{out}: what is written is JSONL; end --out in .jsonl")
     gate = read_gate(against) if against else []
     scan = _scan(files, settings, length or estimated_tokens, progress)
     _check_faults(scan, files, settings)
@@ -127,6 +131,8 @@ def draw_sample(
     kept = _pick(drawn, quota, settings)
     rows, counts, flagged = _redacted(kept, settings)
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    if out.suffix == ".gz":  # what is called so is unpacked where it is read
+        data = gzip.compress(data, mtime=0)
     report = _report(files, scan, distinct, kept, settings, leaks, counts, flagged, data)
     write_file(report_path(out), report.to_json().encode())
     write_file(out, data)
@@ -283,11 +289,19 @@ def _quota(places: Sequence[_Place], settings: SampleSettings) -> dict[Stratum, 
     if settings.tokens is None:
         return allotted(settings.samples)
     sums = {s: np.cumsum([p.tokens for p in places if p.stratum == s]) for s in counts}
+
+    def used(rows: int) -> int:
+        return sum(int(sums[s][n - 1]) for s, n in allotted(rows).items() if n)
+
     low, high = 1, len(places)
     while low < high:
         middle = (low + high + 1) // 2
-        used = sum(int(sums[s][n - 1]) for s, n in allotted(middle).items() if n)
-        low, high = (middle, high) if used <= settings.tokens else (low, middle - 1)
+        low, high = (middle, high) if used(middle) <= settings.tokens else (low, middle - 1)
+    if used(low) > settings.tokens:
+        raise CalibrationError(
+            f"--tokens {settings.tokens:,} does not hold the first row of this draw, which has "
+            f"{used(low):,}; give more, or --long-share 0 if short rows will do"
+        )
     return allotted(low)
 
 
@@ -361,7 +375,16 @@ def _pick(
         (chosen if left[d.place.stratum] >= 0 else spare).append(d)
     if settings.tokens is None:
         chosen += spare[: sum(quota.values()) - len(chosen)]
-    return sorted(chosen, key=lambda d: d.place.key)
+    ranked = sorted(chosen, key=lambda d: d.place.key)
+    return ranked if settings.tokens is None else list(_that_fit(ranked, settings.tokens))
+
+
+def _that_fit(drawn: Sequence[_Drawn], tokens: int) -> Iterator[_Drawn]:
+    """All that fit into `tokens`: what took the place of a row that fell out may be longer."""
+    for d in drawn:
+        if d.place.tokens <= tokens:
+            tokens -= d.place.tokens
+            yield d
 
 
 def _unlike(drawn: Sequence[_Drawn], threshold: float) -> list[_Drawn]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import json
 import random
 from collections.abc import Callable
@@ -200,6 +201,36 @@ def test_long_rows_are_never_starved(tmp_path: Path) -> None:
 def test_a_budget_of_tokens_is_kept(tmp_path: Path) -> None:
     report = draw(tmp_path / "o.jsonl", write(tmp_path / "a.jsonl", log_rows()), tokens=9000)
     assert 5000 < report.tokens <= 9000
+
+
+def test_a_budget_of_tokens_is_kept_when_longer_rows_take_the_place_of_leaks(
+    tmp_path: Path,
+) -> None:
+    """Short and long rows of one bucket: 1,125 and 4,050 tokens."""
+    lengths = [750 if i % 2 else 2700 for i in range(40)]
+    rows = [{"text": words(i, n), "id": f"document-{i}"} for i, n in enumerate(lengths)]
+    leaks = [{"text": "x", "id": f"document-{i}"} for i in range(1, 40, 2)]
+    path, gate = write(tmp_path / "a.jsonl", rows), write(tmp_path / "gate.jsonl", leaks)
+    for tokens in range(9000, 15000, 1000):
+        out = tmp_path / "o.jsonl"
+        report = draw(out, path, against=(gate,), tokens=tokens, drop_leaks=True)
+        assert 0 < report.tokens <= tokens
+
+
+def test_a_budget_that_not_one_row_fits_in_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", log_rows())
+    with pytest.raises(CalibrationError, match="--tokens 900 does not hold the first row"):
+        draw(tmp_path / "o.jsonl", path, tokens=900)
+    assert 0 < draw(tmp_path / "o.jsonl", path, tokens=900, long_share=0).tokens <= 900
+
+
+def test_what_is_called_gz_is_packed_and_tables_are_not_written(tmp_path: Path) -> None:
+    path, out = write(tmp_path / "a.jsonl", log_rows()), tmp_path / "o.jsonl.gz"
+    report = draw(out, path)
+    assert len(list(read_rows(out, RowCounts()))) == report.kept
+    assert report.sha256 == hashlib.sha256(out.read_bytes()).hexdigest()
+    with pytest.raises(CalibrationError, match=r"o.csv: what is written is JSONL"):
+        draw(tmp_path / "o.csv", path)
 
 
 def test_a_repeated_system_prompt_is_reported(tmp_path: Path) -> None:
