@@ -125,9 +125,7 @@ def draw_sample(
     scan = _scan(files, settings, length or estimated_tokens, progress)
     _check_faults(scan, files, settings)
     distinct = _without_near(scan, settings)
-    quota = _quota(distinct, settings)
-    drawn = _read(files, _with_reserve(distinct, quota), settings, progress)
-    drawn, leaks = _without_leaks(drawn, gate, settings)
+    drawn, quota, leaks = _draw(files, distinct, gate, settings, progress)
     kept = _pick(drawn, quota, settings)
     rows, counts, flagged = _redacted(kept, settings)
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
@@ -343,11 +341,35 @@ def _read(
     return [found[place.key] for place in places]
 
 
+def _draw(
+    files: Sequence[Path],
+    distinct: Sequence[_Place],
+    gate: Sequence[Any],
+    settings: SampleSettings,
+    progress: Callable[[str, int], None],
+) -> tuple[list[_Drawn], dict[Stratum, int], int]:
+    """Rows to pick from, the quota of each stratum, and how many the gate holds and fell out.
+
+    Where more of them do than the reserve makes up for, others are read in their place.
+    """
+    left, leaks = list(distinct), 0
+    while left:
+        quota = _quota(left, settings)
+        drawn = _read(files, _with_reserve(left, quota), settings, progress)
+        drawn, gone = _without_leaks(drawn, gate, settings)
+        leaks += len(gone)
+        if not gone or len(drawn) >= sum(quota.values()):
+            return drawn, quota, leaks
+        left = [place for place in left if place.key not in gone]
+    raise CalibrationError(f"nothing is left to draw: the gate holds all {leaks} distinct rows too")
+
+
 def _without_leaks(
     drawn: list[_Drawn], gate: Sequence[Any], settings: SampleSettings
-) -> tuple[list[_Drawn], int]:
+) -> tuple[list[_Drawn], set[bytes]]:
+    """The rows that the gate does not hold, and the keys of the others."""
     if not gate:
-        return drawn, 0
+        return drawn, set()
     texts = ["\n".join((system_text(d.row), *strings(d.row))) for d in drawn]
     leaks = find_leaks([d.row for d in drawn], texts, gate)
     if leaks and not settings.drop_leaks:
@@ -358,8 +380,8 @@ def _without_leaks(
             f"{len(leaks)} of {len(drawn)} rows repeat the gate set: {shown}. What calibrates must "
             "not judge: take these rows out of one of the two, or give --drop-leaks"
         )
-    gone = {leak.row for leak in leaks}
-    return [d for i, d in enumerate(drawn) if i not in gone], len(gone)
+    gone = {drawn[leak.row].place.key for leak in leaks}
+    return [d for d in drawn if d.place.key not in gone], gone
 
 
 def _pick(

@@ -217,6 +217,21 @@ def test_a_budget_of_tokens_is_kept_when_longer_rows_take_the_place_of_leaks(
         assert 0 < report.tokens <= tokens
 
 
+def test_rows_are_there_in_the_place_of_any_number_of_leaks(tmp_path: Path) -> None:
+    rows = [{"text": words(i, 30), "id": f"document-{i}"} for i in range(200)]
+    path = write(tmp_path / "a.jsonl", rows)
+    most = write(tmp_path / "most.jsonl", [{"text": "x", "id": r["id"]} for r in rows[:150]])
+    report = draw(tmp_path / "o.jsonl", path, against=(most,), samples=40, drop_leaks=True)
+    assert report.kept == 40
+    assert not {row["id"] for row in read(tmp_path / "o.jsonl")} & {r["id"] for r in rows[:150]}
+    assert report.leaks_dropped <= 150
+    assert report.near_duplicates == 0
+    every = write(tmp_path / "every.jsonl", [{"text": "x", "id": r["id"]} for r in rows])
+    with pytest.raises(CalibrationError, match="the gate holds all 200 distinct rows too"):
+        draw(tmp_path / "none.jsonl", path, against=(every,), drop_leaks=True)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
 def test_a_budget_that_not_one_row_fits_in_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", log_rows())
     with pytest.raises(CalibrationError, match="--tokens 900 does not hold the first row"):
