@@ -34,7 +34,7 @@ from quant.foreign_settings import (
     read_section,
 )
 from quant.kv_scales import scale_names
-from quant.modelling import check_family, check_tensors
+from quant.modelling import HEAD, check_family, check_tensors
 from quant.source import (
     DTYPES,
     QUANTIZED_MARKS,
@@ -103,6 +103,7 @@ class QuantizedSource(HFSource):
             self.schemes = self._of(self._packed)
         else:
             self.schemes = self._of_blocks() if self.method == "fp8" else self._of_dialect()
+        self._check_head()
         self._check_names()
         self.dtype = self._float_dtype()
 
@@ -163,6 +164,14 @@ class QuantizedSource(HFSource):
                 f"{', '.join(DTYPES)}"
             )
         return dtype
+
+    def _check_head(self) -> None:
+        if self.skeleton.is_tied and not self.schemes[HEAD].is_dense:
+            raise SourceError(
+                f"{self.path}: lm_head has codes of its own, yet config.json says "
+                "tie_word_embeddings, so that the embedding would be the head; write "
+                "`tie_word_embeddings: false` there if the codes are what the head should be"
+            )
 
     def _check_names(self) -> None:
         """Every tensor has its place; those of a quantized module stand for its weight."""

@@ -24,6 +24,7 @@ from runtime.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.score import ScoreItem
 
+GATE = "model.layers.0.mlp.gate_proj"
 CASES: list[dict[str, Any]] = [
     {"method": "gptq", "version": "gptq"},
     {"method": "gptq", "version": "gptq_v2"},
@@ -224,6 +225,21 @@ def test_what_is_not_known_is_refused(
     with pytest.raises((QuantError, ArtifactError), match=message):
         converted(model, tmp_path / "art")
     assert not (tmp_path / "art").exists()
+
+
+def test_a_head_with_codes_is_not_tied(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Refused before the work: which of the two is the head is not ours to say."""
+    base = tiny_model(tie_word_embeddings=True, vocab_size=320)
+    model, _ = quantized_copy(base, tmp_path / "model", method="gptq")
+    codes = {
+        f"lm_head.{part}": load_file(model / "model.safetensors")[f"{GATE}.{part}"].repeat(1, 2)
+        for part in ("qweight", "qzeros", "scales")
+    }
+    edit(model, **codes)
+    with pytest.raises(SourceError, match=r"lm_head has codes of its own.*tie_word_embeddings"):
+        converted(model, tmp_path / "art")
+    set_config(model, tie_word_embeddings=False)
+    assert not open_artifact(converted(model, tmp_path / "art")).schemes()["lm_head"].is_dense
 
 
 def test_act_order_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
