@@ -12,6 +12,7 @@ gives a second window only when every row has given one. Knows nothing of models
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -165,13 +166,36 @@ def _apply_template(row: Row, messages: list[dict[str, Any]], tokenizer: Tokeniz
     try:
         return str(
             tokenizer.apply_chat_template(
-                messages, tools=row.tools, tokenize=False, add_generation_prompt=False
+                [_with_objects(message) for message in messages],
+                tools=row.tools, tokenize=False, add_generation_prompt=False,
             )
-        )
+        )  # fmt: skip
     except Exception as error:  # templates raise whatever jinja and their authors like
         raise CalibrationError(
             f"{row.where}: the model's chat template refuses these messages: {error}"
         ) from error
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its tool calls' arguments as objects. The API sends them as JSON text, which
+    templates would quote once more; servers parse it before they apply one."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _distinct(documents: list[_Document]) -> list[_Document]:

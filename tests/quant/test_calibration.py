@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from quant.calibration import Calibration, load_calibration, windows_from_token_lists
 from quant.coverage import shared_prefix
@@ -218,6 +219,26 @@ def test_tools_reach_the_template_whatever_the_shape(load: Load, row: dict[str, 
     found = load([{**row, "tools": [{"name": "f"}]}])
     assert len(found.samples[0]) == len("<tool>f<user>a</s><assistant>b</s>")
     assert load([{"text": "a", "tools": [{"name": "f"}]}]).coverage.ignored_keys == {"tools": 1}
+
+
+def test_arguments_of_tool_calls_are_not_quoted_twice(
+    load: Load, tiny_model: Callable[..., Path]
+) -> None:
+    """As JSON text (OpenAI's logs) or as an object they make the same tokens; other text stays."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name }} "
+        "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+
+    def rendered(arguments: Any) -> str:
+        call = {"type": "function", "function": {"name": "find", "arguments": arguments}}
+        row = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+        return str(tokenizer.decode(load([row], tokenizer=tokenizer).samples[0]))
+
+    assert rendered('{"city": "Oslo"}') == rendered({"city": "Oslo"}) == 'find {"city": "Oslo"}'
+    assert rendered("Oslo") == 'find "Oslo"'
+    assert rendered("[1]") == 'find "[1]"'
 
 
 def test_chat_rows_need_a_template_that_takes_them(load: Load) -> None:
