@@ -32,7 +32,7 @@ from quant.job_inputs import (
     open_model,
     recipe_model,
 )
-from quant.job_notes import plan_notes, source_notes, with_source_warning
+from quant.job_notes import plan_notes, source_notes, window_notes, with_source_warning
 from quant.job_out import check_out, is_done
 from quant.machine import (
     anonymous_bytes,
@@ -144,6 +144,7 @@ def prepare(
     cost = estimate(plan, work, measured_speed(device), opening_s=opening_s)
     notes = (
         *plan_notes(plan, files, cost, ranks.size, work.free_gpu_bytes),
+        *window_notes(loaded, plan, source.config),
         *source_notes(source),
         *notes_of(loaded, space, gate),
     )

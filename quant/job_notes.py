@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from quant.adapter import AdapterSource
 from quant.checkpoint import Source
@@ -13,6 +14,7 @@ from quant.foreign import QuantizedSource
 from quant.machine import free_memory_bytes
 from quant.plan import Plan
 from quant.plan_table import size
+from quant.recipe import Recipe
 from quant.rounded_weights import rounded_weights_warning
 
 
@@ -31,6 +33,17 @@ def plan_notes(
     if plan.dtype == "float32" and any(row.method != "none" for row in plan.rows):
         yield "dense parts and scales stay float32; --dtype bfloat16 halves them"
     yield from _memory_notes(cost, ranks, gpu_bytes)
+
+
+def window_notes(recipe: Recipe, plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
+    """Windows that reach beyond what the model was made for; `config` is the model's."""
+    limit, longest = config.get("max_position_embeddings"), recipe.calibration.max_tokens
+    if plan.needs_calibration and limit and longest > limit:
+        yield (
+            f"calibration windows of up to {longest:,} tokens are longer than the model's "
+            f"{limit:,} positions, beyond which it says nothing of use; --max-tokens {limit} cuts "
+            "them"
+        )
 
 
 def _memory_notes(cost: Estimate, ranks: int, gpu_bytes: int | None) -> Iterator[str]:

@@ -96,6 +96,14 @@ def test_dry_run_prints_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_windows_beyond_the_models_positions_are_told(
+    quantize: Quantize, small_run: tuple[object, ...]
+) -> None:
+    said = "longer than the model's 1,024 positions"
+    assert said in " ".join(quantize("plan", *small_run[:4], "--max-tokens", 1025)[1].split())
+    assert said not in " ".join(quantize("plan", *small_run[:4], "--max-tokens", 1024)[1].split())
+
+
 def test_the_whole_command(
     quantize: Quantize, small_run: tuple[object, ...], tmp_path: Path
 ) -> None:
