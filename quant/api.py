@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quant.artifact.writer import sole_maker
 from quant.calibration import Calibration
 from quant.checkpoint import Source
 from quant.closed_loop import Gate
@@ -255,10 +256,11 @@ def _carry_out_mixed(
     """Choose a plan, complete its artifact with the reports, and only then move it to `out`."""
     check_calibration(job)
     mixed = mixed_job(job, space)
-    if not resume:
-        mixed.discard()
-    chosen = choose_plan(mixed, progress)
-    report = _with_unpacked_bytes(chosen.report, job)
-    write_reports(report_texts(report, chosen.built.recipe), chosen.built.path)
-    chosen.install()
+    with sole_maker(mixed.folder, job.out):
+        if not resume:
+            mixed.discard()
+        chosen = choose_plan(mixed, progress)
+        report = _with_unpacked_bytes(chosen.report, job)
+        write_reports(report_texts(report, chosen.built.recipe), chosen.built.path)
+        chosen.install()
     return report

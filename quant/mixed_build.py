@@ -110,9 +110,10 @@ class MixedJob:
                 path.unlink()
 
     def discard(self) -> None:
-        """Forget what earlier runs left: scores and plans."""
-        if self.folder.exists():
-            remove_tree(self.folder)
+        """Forget what earlier runs left: scores and plans. The lock is this run's."""
+        self.clear_plans()
+        for name in ("scores.json", DONE):
+            (self.folder / name).unlink(missing_ok=True)
 
     @property
     def limit(self) -> int | None:

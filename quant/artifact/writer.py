@@ -15,6 +15,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -259,6 +260,19 @@ class ArtifactWriter:
 
     def _write_json(self, name: str, data: Any) -> None:
         write_file(self._files / name, canonical_json(data))
+
+
+@contextmanager
+def sole_maker(folder: Path, out: Path) -> Iterator[None]:
+    """Hold `folder`, where what leads to `out` is kept; StorageError while another process does."""
+    make_directory(folder)
+    path = folder / "lock"
+    lock = _lock(path, out)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
 
 
 def clear_leftovers(out: Path) -> None:

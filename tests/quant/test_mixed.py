@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from quant.allocation import Allocation, Allocator, Group, Option
 from quant.api import Job, carry_out, is_done, prepare
 from quant.artifact.artifact import Artifact, open_artifact, verify
 from quant.artifact.dialect import fused_group
+from quant.artifact.errors import StorageError
 from quant.artifact.layout import QuantizedWeight, dequantize
 from quant.budget import Budget, check_label, known_labels
 from quant.calibration import load_calibration
@@ -425,6 +427,24 @@ def test_a_plan_with_kv_scales_is_taken_up_again(
     resumed = carry_out(job)
     assert len(resumed.kv_layers) == 2
     assert resumed.kv_layers == straight.kv_layers
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_two_runs_do_not_share_a_folder(
+    tiny_model: Callable[..., Path], calib: Path, tmp_path: Path, resume: bool
+) -> None:
+    """Neither takes nor removes the plans of the other."""
+    out, one = tmp_path / "art", {**RECIPE["mixed"], "plans": 1}
+    job = make_job(tiny_model(), calib, out, method="rtn", mixed=one)
+    mixed_folder(out).mkdir()
+    (mixed_folder(out) / "plan-0123").mkdir()
+    with (mixed_folder(out) / "lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(StorageError, match="art is being written by process"):
+            carry_out(job, resume=resume)
+    assert (mixed_folder(out) / "plan-0123").is_dir()
+    carry_out(job, resume=resume)
+    assert left_beside(out) == {"scores.json", "done.json"}
 
 
 def test_scores_of_other_windows_are_not_taken(
