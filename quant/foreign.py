@@ -40,6 +40,7 @@ from quant.source import (
     QUANTIZED_MARKS,
     WEIGHT_DTYPES,
     HFSource,
+    check_tied_head,
     read_config,
     refuse_code,
     require_tokenizer,
@@ -172,6 +173,7 @@ class QuantizedSource(HFSource):
                 "tie_word_embeddings, so that the embedding would be the head; write "
                 "`tie_word_embeddings: false` there if the codes are what the head should be"
             )
+        check_tied_head(self.path, self._reader, self.skeleton)
 
     def _check_names(self) -> None:
         """Every tensor has its place; those of a quantized module stand for its weight."""
