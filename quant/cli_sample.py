@@ -14,6 +14,7 @@ from rich.console import Console
 
 from quant.errors import CalibrationError
 
+_NAMED = 5  # of the files that are not read
 HELP = """
 Draw a calibration set from logs: no near duplicates, every source and length, e-mail, telephone,
 identity and card numbers and keys replaced (names are not found).
@@ -111,6 +112,7 @@ def sample_command(
     seed: Annotated[int, typer.Option(metavar="N", help="Which rows are drawn.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
 ) -> None:
+    from quant.sampling.readers import left_out
     from quant.sampling.report import render
     from quant.sampling.sample import SampleSettings, draw_sample, report_path
 
@@ -124,8 +126,9 @@ def sample_command(
     )  # fmt: skip
     screen = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory() as spool, screen.status("reading") as status:
+        inputs = _inputs(from_, Path(spool))
         report = draw_sample(
-            _inputs(from_, Path(spool)),
+            inputs,
             out,
             settings,
             against=against or (),
@@ -133,6 +136,10 @@ def sample_command(
             progress=lambda step, rows: status.update(f"{step}: {rows:,} rows"),
         )
     Console(highlight=False).print(render(report))
+    if unread := left_out(inputs):
+        names = ", ".join(path.name for path in unread[:_NAMED])
+        more = f" and {len(unread) - _NAMED} more" if len(unread) > _NAMED else ""
+        typer.echo(f"not read  {names}{more}: of no kind that is read")
     typer.echo(f"\nwritten   {out}\naccount   {report_path(out)}")
 
 

@@ -15,12 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quant.allocation import Allocation, Allocator, Group
+from quant.artifact.integrity import sha256_of
 from quant.errors import PipelineError
 
 # What `evaluate` exits with when it has judged; everything else means that it could not.
 VERDICTS = {0: "accepted", 1: "rejected", 3: "inconclusive"}
 INTERRUPTED = 130
 ACCEPTED = VERDICTS[0]
+_MOST_BYTES = 64 << 20  # of a script or a suite's file; models are larger
+
+
+def _read_by(place: Path) -> list[Path]:
+    """The script that a word of the gate's command names, or the files of the suite."""
+    files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place] if place.is_file() else []
+    return [file for file in files if file.stat().st_size <= _MOST_BYTES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +40,10 @@ class Gate:
 
     @property
     def key(self) -> str:
-        """A hash of what a verdict depends on beside the artifact."""
-        asked = "\0".join(self.command).encode() + b"\0\0" + self.gates.read_bytes()
+        """A hash of what a verdict depends on beside the artifact: the command, the scripts and
+        suites that it names, and the gates."""
+        named = (sha256_of(file) for word in self.command for file in _read_by(Path(word)))
+        asked = "\0".join((*self.command, *named)).encode() + b"\0\0" + self.gates.read_bytes()
         return hashlib.sha256(asked).hexdigest()
 
     def judge(self, artifact: Path, out: Path) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from runtime.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.precheck import check_artifact
-from runtime.request import FinishReason, Request, SamplingParams
+from runtime.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from runtime.text import TextProcessor, TextStream
 
 
@@ -28,13 +28,19 @@ class GenerationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextResult:
-    """One answer. finish_reason is "stop" or "length"; token_ids include what ended it."""
+    """One answer. finish_reason is "stop" or "length"; token_ids include what ended it.
+
+    logprobs: one entry per token id, None unless asked for; prompt_logprobs: one per prompt token,
+    None for the first, which nothing stands before.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     num_prompt_tokens: int
     num_cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class LLM:
@@ -120,12 +126,18 @@ class LLM:
     def _step(self) -> None:
         """One step of the engine; each run gets its rows, whoever asked for the step."""
         output = self.engine.step()
-        columns = zip(output.request_ids, output.token_ids, output.finish_reasons, strict=True)
-        for request_id, token_id, reason in columns:
+        rows = zip(
+            output.request_ids, output.token_ids, output.finish_reasons, output.logprobs,
+            strict=True,
+        )  # fmt: skip
+        for request_id, token_id, reason, logprobs in rows:
             run = self._runs.get(request_id)
             if run is None or run.done:
                 continue
             run.num_cached = output.cached_tokens.get(request_id, run.num_cached)
+            run.prompt_logprobs = output.prompt_logprobs.get(request_id, run.prompt_logprobs)
+            if logprobs is not None:
+                run.logprobs.append(logprobs)
             run.take(token_id, reason, output.errors.get(request_id))
             if run.done:
                 self.engine.abort(request_id)
@@ -143,6 +155,8 @@ class _Run:
         self.request = request
         self.reason: str | None = None
         self.num_cached = 0
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._error: str | None = None
         self._stream = stream
         self._text: list[str] = []
@@ -180,10 +194,14 @@ class _Run:
 
     def result(self) -> TextResult:
         assert self.reason is not None
+        is_asked = self.request.sampling.logprobs is not None
+        known = self.prompt_logprobs
         return TextResult(
             text="".join(self._text),
             token_ids=tuple(self._token_ids),
             finish_reason=self.reason,
             num_prompt_tokens=len(self.request.prompt),
             num_cached_tokens=self.num_cached,
+            logprobs=tuple(self.logprobs) if is_asked else None,
+            prompt_logprobs=None if known is None else tuple(known),
         )

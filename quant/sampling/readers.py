@@ -41,6 +41,12 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+def left_out(paths: Sequence[Path]) -> list[Path]:
+    """Files in folders among `paths` that are of no kind that is read; hidden ones do not count."""
+    inside = (p for path in paths if path.is_dir() for p in sorted(path.rglob("*")))
+    return [p for p in inside if p.is_file() and not _is_known(p) and not p.name.startswith(".")]
+
+
 def read_items(path: Path, *, split_text: bool = False) -> Iterator[Item]:
     """(where, row | the error that it is | None when blank) of a file, in its order.
 

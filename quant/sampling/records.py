@@ -82,6 +82,7 @@ def _dig(data: Mapping[str, Any], path: str) -> Any:
 
 def _content(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     request = _request(data)
+    _refuse_functions(data, request, where)
     if isinstance(request.get("messages"), list):
         messages = _messages(request["messages"])
         answer = _answer(data)
@@ -101,6 +102,25 @@ def _content(data: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where}: {key} is a {type(data[key]).__name__}, expected {kind}"
             )
     raise CalibrationError(f"{where}: found the fields {_keys(data)}, {EXPECTED}")
+
+
+def _refuse_functions(data: Mapping[str, Any], request: Mapping[str, Any], where: str) -> None:
+    """OpenAI's older form of tools, which no chat template knows: the calls would be left out."""
+    said = request.get("messages")
+    messages = [m for m in said if isinstance(m, Mapping)] if isinstance(said, list) else []
+    choices = (_dig(data, f"{path}.choices") for path in ("response.body", "response", "output"))
+    for found in (data.get("choices"), *choices):
+        if isinstance(found, list) and found and isinstance(found[0], Mapping):
+            messages.append(found[0].get("message") or {})
+    is_older = any(
+        isinstance(m, Mapping) and (m.get("function_call") or m.get("role") == "function")
+        for m in messages
+    )
+    if is_older or request.get("functions"):
+        raise CalibrationError(
+            f"{where}: functions and function_call are the older form of tools and tool_calls, and "
+            "chat templates leave them out; write the row in the newer form"
+        )
 
 
 def _request(data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -98,7 +98,7 @@ def test_none_accepted_ends_with_the_table_and_exit_code_1(
     quantize: Quantize, command: Callable[..., tuple[object, ...]], tmp_path: Path
 ) -> None:
     """Inconclusive is not accepted. A second run asks nothing that is known already; one with
-    another gates file asks again."""
+    another gates file, or another script that judges, asks again."""
     code, _, err = quantize(*command({"least": 1e9, "below": 3}))
     assert code == 1
     assert "accepted no plan" in err
@@ -114,6 +114,9 @@ def test_none_accepted_ends_with_the_table_and_exit_code_1(
     code, _, err = quantize(*command({"least": 1e9, "below": 1}))
     assert err.count("rejected") == asked
     assert len(calls(tmp_path)) == 2 * asked
+    (tmp_path / "gate.py").write_text(FAKE_GATE + "# another\n")
+    quantize(*command({"least": 1e9, "below": 1}))
+    assert len(calls(tmp_path)) == 3 * asked
 
 
 def test_a_gate_that_cannot_judge_stops_everything(

@@ -30,6 +30,19 @@ def test_prompts_together_answer_as_alone(llm: LLM) -> None:
     assert together[0].num_prompt_tokens == len(llm.text.encode(prompts[0]))
 
 
+def test_log_probabilities_that_were_asked_for_are_in_the_answer(llm: LLM) -> None:
+    plain = llm.generate("The fee", **GREEDY)[0]
+    assert plain.logprobs is None
+    assert plain.prompt_logprobs is None
+    asked = llm.generate("The fee", logprobs=2, prompt_logprobs=0, **GREEDY)[0]
+    assert asked.logprobs is not None
+    assert asked.prompt_logprobs is not None
+    assert [entry.token_id for entry in asked.logprobs] == list(asked.token_ids)
+    assert all(entry.rank == 1 and len(entry.top_ids) == 2 for entry in asked.logprobs)
+    said = [None if entry is None else entry.token_id for entry in asked.prompt_logprobs]
+    assert said == [None, *llm.text.encode("The fee")[1:]]
+
+
 def test_streaming_joins_to_the_whole(llm: LLM) -> None:
     ids = llm.text.encode("The fee")
     whole = llm.generate("The fee", **GREEDY)[0].text

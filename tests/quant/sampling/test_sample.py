@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,24 @@ def test_records_of_logs_become_calibration_rows(
     assert row == {"source": "log", **expected}
     path = write(tmp_path / "f.jsonl", [row])
     assert len(list(read_rows(path, RowCounts()))) == 1, "quantize --calib reads it"
+
+
+CALL = {"role": "assistant", "content": None, "function_call": {"name": "find", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": ASK, "functions": [{"name": "find"}]},
+        {"messages": [*ASK, CALL]},
+        {"messages": [*ASK, {"role": "function", "name": "find", "content": "here"}]},
+        {"messages": ASK, "choices": [{"message": CALL}]},
+        {"request": {"messages": ASK}, "response": {"body": {"choices": [{"message": CALL}]}}},
+    ],
+)
+def test_the_older_form_of_tools_is_refused(record: dict[str, Any]) -> None:
+    with pytest.raises(CalibrationError, match="f:1: functions and function_call are the older"):
+        calibration_row(record, "f:1", "log")
 
 
 def test_the_wrong_field_names_file_line_found_and_expected(tmp_path: Path) -> None:
@@ -365,11 +384,19 @@ def test_the_command_writes_rows_and_an_account_without_text(
     account = json.loads((tmp_path / "calib.report.json").read_text())
     assert account["kept"] == 20
     assert sum(s["drawn"] for s in account["strata"]) == 20
+    assert "not read" not in shown
     assert read(out)[0].get("text", "")[:20] not in json.dumps(account)
     code, _, err = command("--from", path, "--out", out)
     assert code == 2
     assert "--overwrite" in err
     assert command("--from", path, "--out", out, "--overwrite")[0] == 0
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    shutil.copy(path, folder / "a.jsonl")
+    (folder / "b.JSONL").write_text("{}")
+    (folder / ".hidden").write_text("")
+    _, shown, _ = command("--from", folder, "--out", out, "--overwrite", "--samples", 20)
+    assert "not read  b.JSONL: of no kind that is read" in shown
     assert command("--from", out, "--out", out, "--overwrite")[0] == 2
 
 
