@@ -27,6 +27,8 @@ class Family:
         sandwich_norms: a norm after attention and after the MLP too.
         norm_offset: added to every norm weight (Gemma stores w for 1 + w).
         scaled_embeddings: embeddings are multiplied by sqrt(hidden), rounded to the compute type.
+        scaled_scores: `query_pre_attn_scalar` and `final_logit_softcapping` count; transformers
+            ignores them in the other families.
         qkv, gate_up: checkpoint modules that make up the fused projections, in row order.
         prefixes: where the decoder's tensors may lie in the checkpoint.
         ignored_prefixes: tensors of towers that text does not pass through.
@@ -39,6 +41,7 @@ class Family:
     sandwich_norms: bool = False
     norm_offset: float = 0.0
     scaled_embeddings: bool = False
+    scaled_scores: bool = False
     partial_rotary: bool = False
     ropes: tuple[str, ...] = ()
     activation_key: str = "hidden_act"
@@ -78,6 +81,7 @@ _GEMMA3 = Family(
     sandwich_norms=True,
     norm_offset=1.0,
     scaled_embeddings=True,
+    scaled_scores=True,
     activation_key="hidden_activation",
     prefixes=("model.", "language_model.model.", "model.language_model."),
     ignored_prefixes=(

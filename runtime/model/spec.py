@@ -144,6 +144,10 @@ class _Fields:
 def _resolve(name: str, family: Family, fields: _Fields) -> ModelSpec:
     fields.refuse("attn_logit_softcapping", "soft-capped attention scores are not supported")
     fields.refuse("use_bidirectional_attention", "only causal attention is supported")
+    if fields.get("is_causal") is False:
+        raise UnsupportedModelError(
+            "config.json: 'is_causal' is false; only causal attention is supported"
+        )
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", default=heads)
     head_dim = fields.integer("head_dim", default=hidden // heads)
@@ -151,6 +155,7 @@ def _resolve(name: str, family: Family, fields: _Fields) -> ModelSpec:
         raise ModelConfigError(
             f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads evenly"
         )
+    _require_known_scales(fields, family, head_dim)
     softcap = fields.get("final_logit_softcapping")
     from_config = family.biases == "config"
     return ModelSpec(
@@ -182,6 +187,16 @@ def _resolve(name: str, family: Family, fields: _Fields) -> ModelSpec:
         prefixes=family.prefixes,
         ignored_prefixes=family.ignored_prefixes,
     )
+
+
+def _require_known_scales(fields: _Fields, family: Family, head_dim: int) -> None:
+    """Scales that only some families have must not seem to count in the others."""
+    if family.scaled_scores:
+        return
+    why = "this family does not compute it; remove it if the model was trained without"
+    fields.refuse("final_logit_softcapping", why)
+    if fields.get("query_pre_attn_scalar") != head_dim:
+        fields.refuse("query_pre_attn_scalar", why)
 
 
 def _activation(fields: _Fields, family: Family) -> Activation:
@@ -330,8 +345,17 @@ def _rope_parameters(fields: _Fields, family: Family) -> dict[str, Mapping[str, 
     """Raw parameters by layer type, from either spelling of config.json."""
     given = _given_rope(fields)
     if _is_by_layer_type(given):
-        return {kind: given.get(kind) or _fallback(fields, kind) for kind in _LAYER_TYPES}
+        if family.window != "pattern":
+            raise UnsupportedModelError("ropes by layer type do not exist in this family")
+        return {
+            kind: {**_fallback(fields, kind), **(given.get(kind) or {})} for kind in _LAYER_TYPES
+        }
     if family.window == "pattern":
+        if fields.get("rope_parameters"):
+            raise UnsupportedModelError(
+                "config.json: 'rope_parameters' must name 'full_attention' and "
+                "'sliding_attention' in this family"
+            )
         # Only the full-attention layers are stretched; the local ones have their own base.
         return {"full_attention": given, "sliding_attention": _fallback(fields, _LAYER_TYPES[1])}
     return dict.fromkeys(_LAYER_TYPES, given)

@@ -6,6 +6,7 @@ each is computed whole, in chunks that end inside blocks, and token by token. Po
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -148,6 +149,21 @@ def test_a_trained_length_beside_the_rope_counts_as_in_transformers(name: str) -
     written = {"rope_theta": 500.0, **ROPES[name], "original_max_position_embeddings": 32}
     model = make_hf("llama", original_max_position_embeddings=8, rope_parameters=dict(written))
     config = {**model.config.to_dict(), "rope_parameters": written}
+    ids = random_ids(LENGTH)
+    found = run_alone(load(artifact_of(model, config=config)), ids, [LENGTH])
+    assert float((found - hf_logits(model, ids)).abs().max()) < TOLERANCE
+
+
+def test_bases_beside_ropes_by_layer_type_count_as_in_transformers() -> None:
+    """config.json as it is written by hand; transformers' own object has each base in its rope."""
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0},
+        "sliding_attention": {"rope_type": "default"},
+    }
+    bases = {"rope_theta": 500.0, "rope_local_base_freq": 50.0}
+    written = {**GEMMA3, **bases, "rope_parameters": ropes}
+    model = make_hf("gemma3_text", **deepcopy(written))
+    config = {**model.config.to_dict(), **written}
     ids = random_ids(LENGTH)
     found = run_alone(load(artifact_of(model, config=config)), ids, [LENGTH])
     assert float((found - hf_logits(model, ids)).abs().max()) < TOLERANCE

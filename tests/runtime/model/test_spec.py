@@ -165,6 +165,20 @@ def test_scaled_context_length(rope: dict[str, Any], expected: int) -> None:
         ({"partial_rotary_factor": 0.5}, ["partial rotary"]),
         ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, ["causal"]),
+        ({"is_causal": False}, ["'is_causal'", "only causal"]),
+        ({"final_logit_softcapping": 30.0}, ["'final_logit_softcapping'", "this family"]),
+        ({"model_type": "qwen3", "query_pre_attn_scalar": 7}, ["'query_pre_attn_scalar'"]),
+        (
+            {
+                "model_type": "mistral",
+                "rope_parameters": {"full_attention": {"rope_theta": 5e5}},
+            },
+            ["by layer type"],
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}},
+            ["'full_attention'", "'sliding_attention'"],
+        ),
         (
             {"model_type": "qwen2", "layer_types": ["linear_attention"] * 4},
             ["linear_attention", "sliding_attention"],
