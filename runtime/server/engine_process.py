@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Protocol
 
-from runtime.config import EngineConfig, ResolvedConfig
+from runtime.config import ConfigError, EngineConfig, ResolvedConfig
 from runtime.request import EngineStats, Request, RequestError, StepOutput
 from runtime.server.messages import Commands, Loading, Ready, StartFailed, StepMessage
 
@@ -45,15 +45,22 @@ EngineFactory = Callable[[Report], tuple[EngineLike, dict[str, str]]]
 
 
 def load_engine(
-    path: Path, config: EngineConfig, report: Report
+    path: Path, config: EngineConfig, report: Report, digest: str | None = None
 ) -> tuple[EngineLike, dict[str, str]]:
-    """The real factory. Imports the engine here so that only the child pays for it."""
+    """The real factory. Imports the engine here so that only the child pays for it.
+
+    ConfigError: what lies at `path` by now is not the artifact `digest`, whose stamp was read.
+    """
     from runtime.engine import numerics
     from runtime.engine.engine import Engine
 
     engine = Engine.from_artifact(
         path, config, lambda it: report(Loading(layers=it.layers, num_layers=it.num_layers))
     )
+    if digest is not None and engine.resolved.artifact_digest != digest:
+        raise ConfigError(
+            f"{path} was replaced by another artifact while it was loaded; start anew"
+        )
     return engine, numerics(engine)
 
 

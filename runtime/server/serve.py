@@ -88,7 +88,7 @@ def serve(
         if config.require_accepted:
             refuse_unless_accepted(stamp, artifact)
         text = TextProcessor.load(artifact)
-        factory = partial(load_engine, artifact, engine_config)
+        factory = partial(load_engine, artifact, engine_config, digest=opened.digest)
 
         def describe(numerics: dict[str, str]) -> ModelInfo:
             template = text.chat_template_sha256

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from quant.artifact.stamp import (
 )
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine.build import build
+from runtime.server.app import ServedModel
 from runtime.server.engine_client import EngineStartError
 from runtime.server.serve import ServerConfig, serve
 from runtime.server.verdict import (
@@ -30,6 +33,7 @@ from runtime.server.verdict import (
     refuse_unless_accepted,
     why_not_judged,
 )
+from runtime.text import TextProcessor
 
 HERE = {
     "device_class": "cpu", "compute_dtype": "float32", "kv_cache_dtype": "float32",
@@ -147,6 +151,30 @@ def test_another_artifact_in_its_place_is_not_judged(accepted: Path) -> None:
         serve(accepted, EngineConfig(), config, lambda model, url: None)
     (accepted / "gate.json").unlink()
     assert why_not_judged(opened).startswith("nobody measured")
+
+
+def test_a_link_that_is_turned_while_the_server_starts_stops_it(
+    accepted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deployment turns `current` after the stamp was read and before the engine loads."""
+    other = shutil.copytree(accepted, tmp_path / "other")
+    manifest = json.loads((other / "artifact.json").read_text())
+    (other / "artifact.json").write_text(json.dumps({**manifest, "created_by": "somebody else"}))
+    current = tmp_path / "current"
+    current.symlink_to(accepted)
+
+    def end(model: ServedModel, url: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def turn(path: Path) -> TextProcessor:
+        current.unlink()
+        current.symlink_to(other)
+        return load_text(path)
+
+    load_text = TextProcessor.load
+    monkeypatch.setattr(TextProcessor, "load", turn)
+    with pytest.raises(ConfigError, match="was replaced by another artifact"):
+        serve(current, EngineConfig(), ServerConfig(port=0), end)
 
 
 def test_stamps_of_other_minor_versions_are_read(accepted: Path) -> None:
