@@ -349,10 +349,11 @@ def _room(llm: LLM, ids: Sequence[int]) -> int:
 
 def _lines(interactive: bool) -> Iterator[str]:
     """Non-empty lines of stdin, with a prompt when somebody types them."""
+    stdin = _stdin()
     while True:
         if interactive:
             err_console.print("> ", style="bold", end="")
-        line = _stdin().readline()
+        line = stdin.readline()
         if not line:
             return
         if line.strip():
@@ -360,7 +361,7 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 
 def _stdin() -> TextIO:
-    """stdin; the tokenizer refuses what is not UTF-8."""
+    """stdin, to be asked for before anything is read; the tokenizer refuses what is not UTF-8."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     return sys.stdin

@@ -230,7 +230,8 @@ def test_a_prompt_beyond_the_context_is_refused(
 def test_chat_reads_piped_lines(
     art: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n/help\n/reset\n/wat\n/exit\nnever\n"))
+    lines = b"hello\n\n/help\n/reset\n/wat\n/exit\nnever\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))  # as a pipe is read
     assert call(["chat", str(art), "--max-tokens", "3", "--temperature", "0"]) == 0
     printed = capsys.readouterr().out
     assert "(forgotten)" in printed
