@@ -306,9 +306,10 @@ def row_energy(rows: Tensor, hessian: Tensor) -> Tensor:
 
 
 def relative_error(errors: Tensor, totals: Tensor) -> float:
-    """Sum of squared errors over that of what there is to lose; 0 where there is nothing."""
+    """Sum of squared errors over that of what there is to lose; 0 where there is nothing, and where
+    rounding left less than nothing."""
     total = float(totals.sum())
-    return float(errors.sum()) / total if total > 0 else 0.0
+    return max(0.0, float(errors.sum())) / total if total > 0 else 0.0
 
 
 def relative_output_error(weight: Tensor, result: QuantizedWeight, hessian: Tensor) -> float:

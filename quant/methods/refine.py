@@ -25,6 +25,8 @@ from quant.methods.sweep import sweep
 
 # Values of the scales' equations in float64 that are solved at once (512 MB).
 _SOLVED_AT_ONCE = 1 << 26
+# Of a difference of float32 sums that is a smaller share of them, too few digits are right.
+LEAST_SHARE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +80,15 @@ def refine(
         grid, values, gradient = refit_scales(
             columns, codes, values, gradient, damped, grid, scale_dtype
         )
-    error = columns - values
+    return Rounded(codes=codes, grid=grid, errors=_row_errors(columns - values, gradient, damped))
+
+
+def _row_errors(error: Tensor, gradient: Tensor, damped: Damped) -> Tensor | None:
+    """Each row's squared error on the inputs [O], read off the gradient; None where hardly anything
+    is left without the damping (most inputs dead, say), so that the rest would be noise."""
     added = (error.square() * damped.added[:, None]).sum(0)
-    return Rounded(codes=codes, grid=grid, errors=(error * gradient).sum(0) - added)
+    found = (error * gradient).sum(0) - added
+    return None if bool(found.sum() < LEAST_SHARE * added.sum()) else found
 
 
 def blocks(columns: Tensor, block_size: int) -> list[tuple[int, int]]:

@@ -130,6 +130,32 @@ def test_a03_hessians_that_are_not_positive_definite(
     assert re.search(r"damping|rounded to nearest|fell back", said.text)
 
 
+def leave_one_input(tensors: dict[str, Tensor]) -> None:
+    """All but one of what layer 0's down_proj reads are always 0; that one has little weight."""
+    up = tensors["model.layers.0.mlp.up_proj.weight"]
+    up[torch.arange(len(up)) != DEAD] = 0
+    tensors["model.layers.0.mlp.down_proj.weight"][:, DEAD] *= 1e-5
+
+
+def test_a03_the_error_is_that_of_the_inputs_that_there_are(
+    quantize: Quantize, tiny_model: Tiny, tmp_path: Path, calibration_file: Path
+) -> None:
+    """What the dead inputs' columns lose in rounding is far more, and no loss."""
+    name = "model.layers.0.mlp.down_proj"
+    model = changed_model(tiny_model(), tmp_path / "model", leave_one_input)
+    weight = load_file(model / "model.safetensors")[f"{name}.weight"].float()
+    for size in (32, "channel"):
+        recipe = recipe_file(tmp_path, **{**GPTQ, "group_size": size, "symmetric": False})
+        out = tmp_path / f"art-{size}"
+        said = quantize(
+            "--recipe", recipe, "--calib", calibration_file, "--model", model, "--out", out
+        )
+        assert said.code == 0, said.err
+        lost = (weights_of(out)[name].float() - weight)[:, DEAD].norm() / weight[:, DEAD].norm()
+        row = next(row for row in report_of(out)["modules"] if row["module"] == name)
+        assert row["rel_error"] == pytest.approx(float(lost), rel=0.02)
+
+
 def plant(values: dict[str, float]) -> Callable[[dict[str, Tensor]], None]:
     """Set row 2 of each named tensor to +- its value."""
 
