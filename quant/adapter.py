@@ -350,7 +350,9 @@ def _check_complete(adapter: Adapter, module: str, parts: Mapping[str, str]) -> 
 
 
 def _is_saved(config: AdapterConfig, module: str) -> bool:
-    return config.modules_to_save is not None and _named(config.modules_to_save, module)
+    """Whether the adapter may hold this module whole: PEFT's rule is how the name ends, whatever
+    stands before it, so that `norm` takes every input_layernorm too."""
+    return any(module.endswith(name) for name in config.modules_to_save or ())
 
 
 def _check_shape(base: Source, adapter: Adapter, module: str, part: str) -> None:
@@ -386,8 +388,11 @@ def _check_none_missing(base: Source, adapter: Adapter) -> None:
         if config.targets(module)
         and not adapter.parts.get(module, {}).keys() & {"lora_A.weight", "lora_embedding_A"}
     ]
+    norms = [name.removesuffix(".weight") for name in base.names if name.endswith("norm.weight")]
     lost += [
-        m for m in candidates if _is_saved(config, m) and "weight" not in adapter.parts.get(m, {})
+        m
+        for m in (*candidates, *norms)
+        if _named(config.modules_to_save or (), m) and "weight" not in adapter.parts.get(m, {})
     ]
     if lost:
         raise SourceError(

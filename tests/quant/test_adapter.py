@@ -199,6 +199,18 @@ def test_another_adapter_is_another_job(tiny_model: Callable[..., Path], tmp_pat
     assert records[0].recipe.overrides["adapter"] == str(one)
 
 
+def test_norms_that_were_trained_whole(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """PEFT goes by how a name ends: `norm` saves the norms of the layers as well."""
+    base = load_file(tiny_model() / "model.safetensors")
+    norms = {name: torch.rand(64) for name in base if name.endswith("norm.weight")}
+    assert len(norms) == 5
+    tensors = lora_tensors() | {START + name: norm for name, norm in norms.items()}
+    lora = save_adapter(tmp_path / "lora", tensors, modules_to_save=["norm"])
+    source = opened(tiny_model(), lora)
+    for name, norm in norms.items():
+        assert torch.equal(source.tensor(name), norm), name
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -215,6 +227,7 @@ def test_another_adapter_is_another_job(tiny_model: Callable[..., Path], tmp_pat
         ({"bias": "some"}, "bias 'some'"),
         ({"target_modules": ["q_proj", "k_proj"]}, r"names 2 modules whose tensors are missing"),
         ({"modules_to_save": ["lm_head"]}, "names 1 modules whose tensors are missing.*lm_head"),
+        ({"modules_to_save": ["norm"]}, r"names 1 modules whose tensors are missing.*model\.norm"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_named(
