@@ -13,6 +13,7 @@ from eval.cache import default_directory
 from eval.errors import EvaluationError, UsageError
 from eval.evaluation import Evaluation
 from eval.gate import Verdict
+from eval.joining import remembering
 from eval.opening import Job
 from eval.places import beside, check_out
 from eval.progress import Progress, Silent
@@ -244,7 +245,8 @@ def run(
     stamp = stamp and job.against is None  # how a server computes is not known well enough
     _check_places(artifact, folder, stamp=stamp)
     try:
-        with weighed(job, progress or Silent()) as evaluation:
+        with weighed(job, progress or Silent()) as found:
+            evaluation = remembering(found, folder)
             markdown, as_json = report.write_report(evaluation, folder, redact=redact)
             stamped = stamping.write(evaluation) if stamp else None
     except ConfigError as error:

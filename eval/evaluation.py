@@ -17,6 +17,7 @@ from eval.metrics.ladder import Layer1
 from eval.stats import Sampling
 from eval.suites import Suite
 from eval.targets.base import Answer
+from quant.artifact.stamp import ReviewRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,8 @@ def num_differing(exchanges: Sequence[Exchange]) -> int:
 class Evaluation:
     """The whole run: inputs, numerics, measurements and the verdict.
 
-    said: the options that differed from the defaults, to repeat the run with.
+    said: the options that differed from the defaults, to repeat the run with. rejected_before: the
+    review in which people rejected these very answers, when they were judged an earlier time.
     """
 
     artifact: ArtifactFacts
@@ -110,3 +112,4 @@ class Evaluation:
     judged_at: datetime
     seconds: float
     said: dict[str, str]
+    rejected_before: ReviewRecord | None = None

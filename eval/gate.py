@@ -94,10 +94,10 @@ class Verdict:
 
     @property
     def deciding(self) -> tuple[Finding, ...]:
-        """The findings that made the verdict what it is; all of them when it is accepted."""
-        if self.result == "accepted":
+        """The findings that made layers 1 and 2 say what they do; all of them to accept."""
+        if self.measured == "accepted":
             return self.findings
-        if self.result == "rejected":
+        if self.measured == "rejected":
             return tuple(f for f in self.findings if f.outcome == "fail")
         return tuple(f for f in self.findings if f.outcome == "inconclusive" and f.rule.required)
 

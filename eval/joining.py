@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eval import stamping, wording
 from eval.errors import EvaluationError, UsageError
+from eval.evaluation import Evaluation
 from eval.places import write_files
-from eval.reading import check_review
+from eval.reading import check_review, read_report
 from eval.redaction import redacted
-from eval.report import pages
+from eval.report import JSON_NAME, pages, samples_sha256
 from eval.review.rules import ReviewDemand, Rules
 from eval.review.verdict import state, with_review
 from quant.artifact.errors import ArtifactError
+from quant.artifact.stamp import ReviewRecord, read_stamp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +70,49 @@ def _require_same(data: Mapping[str, Any], review: Mapping[str, Any], where: str
 
 def _require_no_second_try(data: Mapping[str, Any], review: Mapping[str, Any], where: str) -> None:
     """A pack drawn after a review has rejected these answers would be drawn until one accepts."""
-    earlier = data.get("review")
-    if earlier is None or earlier["verdict"] != "rejected":
-        return
-    if earlier["pack"]["sha256"] != review["pack"]["sha256"]:
+    earlier = _rejection_in(data)
+    if earlier is not None and earlier.pack_sha256 != review["pack"]["sha256"]:
         raise UsageError(
             f"{where} is of another pack than the review that rejected these very answers (pack "
-            f"sha256 {earlier['pack']['sha256'][:8]}...), and asking until one accepts proves "
+            f"sha256 {str(earlier.pack_sha256)[:8]}...), and asking until one accepts proves "
             "nothing; let more raters answer that pack, or change the artifact"
         )
+
+
+def _rejection_in(data: Mapping[str, Any]) -> ReviewRecord | None:
+    """The review in report.json's values that rejected its answers, now or at an earlier time."""
+    if data.get("review") is not None:
+        return stamping.review_record(data) if data["review"]["verdict"] == "rejected" else None
+    before = data.get("rejected_before")
+    return None if before is None else ReviewRecord.model_validate(before)
+
+
+def remembering(evaluation: Evaluation, folder: Path) -> Evaluation:
+    """The evaluation, rejected where people rejected these very answers when they were judged
+    before: so says the report in `folder` or the artifact's stamp, which this one replaces.
+
+    Otherwise to evaluate again would be a way around that review.
+    """
+    before = _rejection_before(evaluation, folder)
+    if before is None:
+        return evaluation
+    verdict = replace(evaluation.verdict, result="rejected")
+    return replace(evaluation, verdict=verdict, rejected_before=before)
+
+
+def _rejection_before(evaluation: Evaluation, folder: Path) -> ReviewRecord | None:
+    digest, answers = evaluation.artifact.digest, samples_sha256(evaluation)
+    with suppress(UsageError):  # what cannot be read is no report
+        data = read_report(folder / JSON_NAME)
+        same = (data["artifact"]["digest"], data["samples_sha256"]) == (digest, answers)
+        if same and (found := _rejection_in(data)) is not None:
+            return found
+    with suppress(ArtifactError):
+        stamp = read_stamp(evaluation.artifact.path)
+        review = None if stamp is None or stamp.artifact_digest != digest else stamp.review
+        if review is not None and review.verdict == "rejected":
+            return review if review.samples_sha256 == answers else None
+    return None
 
 
 def _next(data: Mapping[str, Any]) -> list[str]:
@@ -83,7 +120,7 @@ def _next(data: Mapping[str, Any]) -> list[str]:
     if data["verdict"] == "accepted":
         return [wording.serve(Path(data["artifact"]["path"]))]
     steps = {
-        "fail": "Read what people found worse: review.html beside review.json.",
+        "fail": wording.PEOPLE_FOUND,
         "pending": "Let the raters finish: evaluate review serve PACK, then evaluate review score.",
         "inconclusive": _larger(data),
     }

@@ -21,6 +21,7 @@ from eval.review.samples import explain
 from eval.review.verdict import with_review
 from quant.artifact.errors import ArtifactError
 from quant.artifact.jsonio import parse_object
+from quant.artifact.stamp import ReviewRecord
 
 REVIEW_MAJOR = "1"
 # What a page can fail with over values that have another shape than `evaluate` gives them.
@@ -138,6 +139,7 @@ class _Report(_Shape):
     samples_sha256: str
     next: list[str]
     review: _Review | None
+    rejected_before: ReviewRecord | None = None
 
 
 def read_report(path: Path) -> dict[str, Any]:

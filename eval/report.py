@@ -34,7 +34,7 @@ from eval.stats import mcnemar_p
 from eval.targets.base import Answer
 from runtime.engine.build import build
 
-REPORT_VERSION = "1.3"
+REPORT_VERSION = "1.4"
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
 JUNIT_NAME, SUMMARY_NAME, SAMPLES_NAME = "junit.xml", "summary.md", "samples.jsonl"
 UNIT = (
@@ -146,9 +146,16 @@ def to_json(evaluation: Evaluation, out: Path) -> dict[str, Any]:
             for x in wording.regressions(e)
         ],
         "review": None,
-        "samples_sha256": hashlib.sha256(as_bytes(_lines(items))).hexdigest(),
+        "rejected_before": None if (before := e.rejected_before) is None else before.model_dump(),
+        "samples_sha256": samples_sha256(e),
         "items": items,
     }  # fmt: skip
+
+
+def samples_sha256(evaluation: Evaluation) -> str:
+    """Of samples.jsonl, from which packs for people are drawn."""
+    lines = _lines([sample(exchange) for exchange in evaluation.exchanges])
+    return hashlib.sha256(as_bytes(lines)).hexdigest()
 
 
 def _decoding(e: Evaluation) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from eval import figures
 from eval.charts import measurement_of
 from eval.report_page import badges, worst
-from eval.review.verdict import PENDING, is_demanded, state
+from eval.review.verdict import PENDING, is_demanded, review_of, state
 
 _MOST_LINES = 40
 
@@ -67,8 +67,9 @@ def _people(data: Mapping[str, Any]) -> Iterator[ET.Element]:
         return
     asked = list(review["answers"]) if review is not None else []
     if not asked:
-        said = PENDING if review is None else review["summary"]
-        asked = [{"name": "review", "outcome": "pending", "reason": said}]
+        words = (review_of(data) or {"summary": PENDING})["summary"]
+        outcome = "fail" if found == "fail" else "pending"
+        asked = [{"name": "review", "outcome": outcome, "reason": words}]
     for answer in asked:
         case = ET.Element("testcase", classname="evaluate.review", name=answer["name"])
         reason, outcome = answer["reason"], answer["outcome"]

@@ -12,7 +12,7 @@ from typing import Any
 from eval import figures, report_layer1
 from eval.charts import measurement_of
 from eval.provenance import provenance
-from eval.review.verdict import state
+from eval.review.verdict import review_of, state
 
 _WHO = ("right", "base", "candidate")
 _PEOPLE = {
@@ -135,6 +135,7 @@ def _quoted(who: str, text: str) -> str:
 
 
 def _people(data: Mapping[str, Any]) -> str:
-    review = data.get("review")
-    said = _PEOPLE[state(data)]
-    return said if review is None else f"{said} {review['summary']}. {review['could_show']}"
+    review, how = review_of(data), _PEOPLE[state(data)]
+    if review is None:
+        return how
+    return f"{how} {review['summary']}. {review.get('could_show', '')}".rstrip()

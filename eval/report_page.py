@@ -21,7 +21,7 @@ from eval.checks.catalogue import TASK_METRICS
 from eval.marking import marked
 from eval.measurement import format_distance
 from eval.provenance import provenance
-from eval.review.verdict import State, state
+from eval.review.verdict import State, review_of, state
 
 # Items shown with both answers: the rest is in report.json.
 MOST_ITEMS = 60
@@ -107,7 +107,7 @@ def _badge(name: str, findings: Sequence[Mapping[str, Any]]) -> Badge:
 
 
 def _people(data: Mapping[str, Any]) -> Badge:
-    found, review = state(data), data.get("review")
+    found, review = state(data), review_of(data)
     words = {
         "none": "the gates do not demand a review (evaluate review pack)",
         "pending": "nobody compared the answers yet (evaluate review pack)",
@@ -138,6 +138,8 @@ def worst(data: Mapping[str, Any]) -> list[str]:
         for answer in (data.get("review") or {}).get("answers", ())
         if answer["outcome"] == "fail"
     ]
+    if data.get("review") is None and data.get("rejected_before") is not None:
+        people = [f"People: {data['rejected_before']['summary']}"]
     said = [[_in_words(f, charts.measurement_of(f, measured)) for f in fs] for fs in (broken, kept)]
     return [*people, *said[0], *said[1]][:WORST]
 

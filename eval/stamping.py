@@ -65,7 +65,7 @@ def to_stamp(evaluation: Evaluation) -> Stamp:
         seeds=_seeds(e),
         engine=build(),
         summary=wording.summary(e),
-        review=ReviewRecord(verdict="pending", required=True) if e.verdict.awaits_review else None,
+        review=_review_to_come(e),
     )
 
 
@@ -91,7 +91,7 @@ def reviewed(data: Mapping[str, Any]) -> tuple[Path, Stamp] | None:
             )
     _require_kin(stamp, data)
     joined = {
-        "verdict": data["verdict"], "summary": data["summary"], "review": _review_record(data),
+        "verdict": data["verdict"], "summary": data["summary"], "review": review_record(data),
         "format_version": Stamp.model_fields["format_version"].default,
     }  # fmt: skip
     return artifact, stamp.model_copy(update=joined)
@@ -117,7 +117,15 @@ def _require_kin(stamp: Stamp, data: Mapping[str, Any]) -> None:
         )
 
 
-def _review_record(data: Mapping[str, Any]) -> ReviewRecord:
+def _review_to_come(e: Evaluation) -> ReviewRecord | None:
+    """Of a run that asked nobody: the review that rejected these answers before, or a demand."""
+    if e.rejected_before is not None:
+        return e.rejected_before.model_copy(update={"required": e.verdict.awaits_review})
+    return ReviewRecord(verdict="pending", required=True) if e.verdict.awaits_review else None
+
+
+def review_record(data: Mapping[str, Any]) -> ReviewRecord:
+    """The review in report.json's values as a stamp has it."""
     review = data["review"]
     preference = (review["preference"] or {}).get("net", {})
     critical = (review["faults"] or {}).get("new", {})

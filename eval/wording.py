@@ -33,15 +33,20 @@ _OWN_DATA = (
     "judge on your own suite (--suite)."
 )
 
+PEOPLE_FOUND = "Read what people found worse: review.html beside review.json."
+
 
 def summary(evaluation: Evaluation) -> str:
     """The verdict in at most four sentences."""
-    return " ".join([summary_of_measured(evaluation), *_pending(evaluation)])
+    return " ".join([summary_of_measured(evaluation), *_of_people(evaluation)])
 
 
-def _pending(evaluation: Evaluation) -> list[str]:
-    """That people were not asked yet. A rejected artifact need not be shown to them."""
-    verdict = evaluation.verdict
+def _of_people(evaluation: Evaluation) -> list[str]:
+    """That people rejected these answers before, or were not asked yet. An artifact that is
+    rejected need not be shown to them."""
+    verdict, before = evaluation.verdict, evaluation.rejected_before
+    if before is not None:
+        return [f"Layer 3 FAILED: {before.summary}."]
     return [PENDING] if verdict.awaits_review and verdict.result != "rejected" else []
 
 
@@ -54,11 +59,11 @@ def summary_of_measured(evaluation: Evaluation) -> str:
 
 
 def why(evaluation: Evaluation) -> list[str]:
-    """One sentence for each finding that decided, and for people who were not asked yet."""
+    """One sentence for each finding that decided, and for what people said or must say."""
     if evaluation.verdict.measured == "accepted":
         return [summary(evaluation)]
     said = (sentence(f.reason) for f in evaluation.verdict.deciding)
-    return [*said, *_pending(evaluation)]
+    return [*said, *_of_people(evaluation)]
 
 
 def _and_more(evaluation: Evaluation) -> str:
@@ -240,6 +245,8 @@ def next_steps(evaluation: Evaluation, reports: Path) -> list[str]:
     is_stamped = "against" not in evaluation.said
     if evaluation.verdict.result == "accepted":
         return [serve(evaluation.artifact.path)] if is_stamped else []
+    if evaluation.rejected_before is not None and evaluation.verdict.measured != "rejected":
+        return [PEOPLE_FOUND]
     if evaluation.verdict.measured == "accepted":
         return _ask_people(reports, is_stamped=is_stamped)
     if evaluation.verdict.result == "rejected":

@@ -34,7 +34,15 @@ def state(data: Mapping[str, Any]) -> State:
     """Where layer 3 stands: "none" when people were not asked and need not be."""
     if (review := data.get("review")) is not None:
         return _STATES[review["verdict"]]
+    if data.get("rejected_before") is not None:
+        return "fail"
     return "pending" if is_demanded(data) else "none"
+
+
+def review_of(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The review whose summary counts: that of this evaluation, or the one that rejected these very
+    answers when they were judged before. None when people were not asked."""
+    return data.get("review") or data.get("rejected_before")
 
 
 def joint(measured: Result, found: State, *, demanded: bool) -> Result:
@@ -66,7 +74,7 @@ def with_review(data: Mapping[str, Any], review: Mapping[str, Any] | None) -> di
 
 def sentence(data: Mapping[str, Any]) -> str:
     """What people found, or that they were not asked although they must be; "" otherwise."""
-    review = data.get("review")
+    review = review_of(data)
     if review is None:
         return PENDING if is_demanded(data) else ""
     word = {"pass": "passed", "fail": "FAILED", "pending": "is pending"}.get(state(data), "")
