@@ -18,7 +18,8 @@ NORMALISATION_VERSION = 2
 
 _PLAIN_KEY = re.compile(r'[^.\[\]"]+')
 _SPACE = re.compile(r"\s+")
-_NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
+# What begins with a zero too many is an account, a telephone or an article number: text.
+_NUMBER = re.compile(r"[-+]?(?!0[\d,])(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
 _ORDINAL = re.compile(r"(?<=\d)(st|nd|rd|th)\b")
 _CHINESE_DATE = re.compile(r"(\d{4})\s*\u5e74\s*(\d{1,2})\s*\u6708\s*(\d{1,2})\s*\u65e5")
 _DATE_FORMATS = (

@@ -342,6 +342,19 @@ def test_a_key_with_a_dot_is_one_key() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer"), [("00123", "123"), ("00123", 123), ("-07", "-7"), ("0049,123", "49,123")]
+)
+def test_a_number_that_lost_its_leading_zeros_is_another(gold: str, answer: Any) -> None:
+    row = {"kind": "fields", "gold": {"account": gold}, "critical": ["account"]}
+    asked = replace(item(), checks=read_checks([row]))
+    for text, right in ((json.dumps({"account": gold}), 1), (json.dumps({"account": answer}), 0)):
+        assert score(asked, text).values["critical_fields"] == right
+    assert normalise("0") == normalise("0.0") == 0
+    assert normalise("0.50") == normalise(0.5)
+    assert normalise("2024-03-05") == normalise("2024-3-5") == normalise("05 March 2024")
+
+
 @pytest.mark.parametrize("as_number", [True, False])
 def test_long_numbers_are_compared_to_their_last_digit(as_number: bool) -> None:
     """44 digits, as an electronic invoice has them; a float's usual spellings stay equal."""
