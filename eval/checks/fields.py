@@ -1,8 +1,8 @@
 """fields: the answer's JSON fields against a gold object, in normal form.
 
 Completeness (present and not empty), accuracy and F1 over (field, value) pairs, the critical fields
-all exactly right, and whether each value kept its JSON type. A value where gold is null counts as
-invented.
+all exactly right, and whether each value kept its JSON type. A value where gold is null or an
+empty text counts as invented.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def score(reply: Reply, options: Options) -> Outcome:
     value = parse_strict(reply.text).value
     gold = flatten(options.gold)
     answer = flatten(value) if isinstance(value, dict) else {}
-    expected = {k: normalise(v) for k, v in gold.items() if v is not None}
+    expected = {k: n for k, v in gold.items() if not _is_empty(n := normalise(v))}
     claimed = {k: n for k, v in answer.items() if not _is_empty(n := normalise(v))}
     hits = {k for k, v in expected.items() if k in claimed and _same(claimed[k], v)}
     wrong = [k for k in {**gold, **claimed} if k not in hits and (k in expected or k in claimed)]

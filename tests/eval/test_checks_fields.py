@@ -342,6 +342,19 @@ def test_a_key_with_a_dot_is_one_key() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("nothing", ["", "  ", '""'])
+def test_a_field_that_is_rightly_empty_can_be_right(nothing: str) -> None:
+    row = {"kind": "fields", "gold": {"party": "Acme", "note": nothing}, "critical": ["note"]}
+    asked = replace(item(), checks=read_checks([row]))
+    for note in (nothing, "", None):
+        found = score(asked, json.dumps({"party": "Acme", "note": note})).values
+        assert found["critical_fields"] == 1
+        assert found["field_accuracy"] == found["field_completeness"] == (1, 1)
+    invented = score(asked, json.dumps({"party": "Acme", "note": "paid"})).values
+    assert invented["critical_fields"] == 0
+    assert invented["field_f1"] == (1, 1, 0)
+
+
 @pytest.mark.parametrize(
     ("gold", "answer"), [("00123", "123"), ("00123", 123), ("-07", "-7"), ("0049,123", "49,123")]
 )
