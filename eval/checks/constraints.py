@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.checks.base import Outcome, Reply, only
-from eval.checks.instructions import INSTRUCTIONS, RELATION_KEYS, RELATIONS
+from eval.checks.instructions import INSTRUCTIONS, OPTIONAL, RELATION_KEYS, RELATIONS
 from eval.checks.language import SCRIPTS
 
 
@@ -44,10 +44,14 @@ def _instruction(value: Any) -> Instruction:
     if name not in INSTRUCTIONS:
         raise ValueError(f"unknown instruction {name!r}; known: {', '.join(sorted(INSTRUCTIONS))}")
     kwargs = {key: v for key, v in value.items() if key != "id" and v is not None}
-    for key, kind in INSTRUCTIONS[name][1].items():
-        if not isinstance(kwargs.get(key), kind) or isinstance(kwargs[key], bool):
+    needed, optional = INSTRUCTIONS[name][1], OPTIONAL.get(name, {})
+    if unknown := sorted(set(kwargs) - set(needed) - set(optional)):
+        known = ", ".join((*needed, *optional)) or "none"
+        raise ValueError(f"instruction {name}: unknown argument {unknown[0]!r}; known: {known}")
+    for key, kind in (needed | {k: kind for k, kind in optional.items() if k in kwargs}).items():
+        if not _is_said(kwargs.get(key), kind):
             raise ValueError(
-                f"instruction {name}: expected {key!r} ({kind.__name__}), found {kwargs.get(key)!r}"
+                f"instruction {name}: expected {key!r} ({_SAID[kind]}), found {kwargs.get(key)!r}"
             )
     for key in RELATION_KEYS:
         if kwargs.get(key, RELATIONS[0]) not in RELATIONS:
@@ -58,6 +62,18 @@ def _instruction(value: Any) -> Instruction:
             f"known: {', '.join(sorted(SCRIPTS))}"
         )
     return Instruction(id=name, kwargs=kwargs)
+
+
+_SAID = {int: "int", str: "a text that is not empty", list: "a list of texts that are not empty"}
+
+
+def _is_said(value: Any, kind: type) -> bool:
+    """An empty text, or a list without one, would be followed by any answer."""
+    if kind is list:
+        return isinstance(value, list) and bool(value) and all(_is_said(v, str) for v in value)
+    if kind is str:
+        return isinstance(value, str) and bool(value.strip())
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def score(reply: Reply, options: Options) -> Outcome:

@@ -204,5 +204,14 @@ INSTRUCTIONS: dict[str, tuple[Predicate, dict[str, type]]] = {
     "punctuation:no_comma": (_no_comma, {}),
     "language:response_language": (_language, {"language": str}),
 }  # fmt: skip
+# What may be said besides.
+OPTIONAL: dict[str, dict[str, type]] = {
+    "keywords:frequency": {"relation": str},
+    "keywords:letter_frequency": {"let_relation": str},
+    "length_constraints:number_words": {"relation": str},
+    "length_constraints:number_sentences": {"relation": str},
+    "change_case:capital_word_frequency": {"capital_relation": str},
+    "detectable_format:constrained_response": {"options": list},
+}
 RELATION_KEYS = ("relation", "let_relation", "capital_relation")
 RELATIONS = tuple(_RELATIONS)

@@ -346,6 +346,22 @@ def test_a_failed_answer_passes_nothing() -> None:
     assert found.problem == "no answer: the model failed"
 
 
+# Read as they stand, these would be followed by any answer, by another one, or end the run.
+NOT_MEANT: list[tuple[str, dict[str, Any], str]] = [
+    ("length_constraints:number_words", {"num_words": 9, "relaton": "less than"},
+     "unknown argument 'relaton'; known: num_words, relation"),
+    ("length_constraints:number_words", {"num_words": 9, "let_relation": "less than"},
+     "unknown argument 'let_relation'"),
+    ("punctuation:no_comma", {"num_commas": 0}, "unknown argument 'num_commas'; known: none"),
+    ("keywords:existence", {"keywords": []}, "'keywords' (a list of texts"),
+    ("keywords:existence", {"keywords": [7]}, "'keywords' (a list of texts"),
+    ("keywords:forbidden_words", {"forbidden_words": [""]}, "'forbidden_words' (a list of texts"),
+    ("keywords:frequency", {"keyword": "", "frequency": 3}, "'keyword' (a text"),
+    ("keywords:letter_frequency", {"letter": "", "let_frequency": 3}, "'letter' (a text"),
+    ("detectable_format:constrained_response", {"options": "yes"}, "'options' (a list of texts"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("check", "message"),
     [
@@ -371,6 +387,8 @@ def test_a_failed_answer_passes_nothing() -> None:
          "relation must be one of"),
         ({"kind": "constraints", "instructions": [
             {"id": "language:response_language", "language": "fr"}]}, "told by its script"),
+        *(({"kind": "constraints", "instructions": [{"id": name, **said}]}, message)
+          for name, said, message in NOT_MEANT),
         ({"kind": "language", "expect": "fr"}, "'expect'"),
         ({"kind": "match", "gold": []}, "a text or a list of texts"),
         ({"kind": "state", "gold": {}}, "non-empty 'gold'"),
