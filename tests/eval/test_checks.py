@@ -296,7 +296,8 @@ def test_stray_characters_but_not_a_cut_one_at_the_end() -> None:
 
 
 def test_refusals_and_silence() -> None:
-    for text in ("I'm sorry, but I can't help with that.", "抱歉，我无法提供。", "  "):
+    curly = ("I\u2019m sorry, but no.", "I can\u2019t assist.", "I can't fulfill this.")
+    for text in ("I'm sorry, but I can't help with that.", "抱歉，我无法提供。", "  ", *curly):
         assert signals(text)["refusal_kept"] is True
     for text in ("The invoice is due.", "x" * 300 + " I cannot help"):
         assert signals(text)["refusal_kept"] is False
