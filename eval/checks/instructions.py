@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from eval.checks.language import SCRIPTS, main_script
+from eval.checks.language import SCRIPTS, is_written_in
 
 Predicate = Callable[[str, Mapping[str, Any]], bool]
 
@@ -169,7 +169,7 @@ def _no_comma(text: str, k: Mapping[str, Any]) -> bool:
 
 
 def _language(text: str, k: Mapping[str, Any]) -> bool:
-    return main_script(text) == SCRIPTS[k["language"]]
+    return is_written_in(SCRIPTS[k["language"]], text)
 
 
 # IFEval's id to (predicate, names of the arguments it must have with their types).

@@ -48,13 +48,18 @@ def read(row: Mapping[str, Any]) -> Options:
 
 def score(reply: Reply, options: Options) -> Outcome:
     """language_right: most letters outside code and quotes are of the script asked for."""
-    shares = script_shares(reply.text)
-    wanted = shares.get(options.script, 0.0)
-    if options.script == "KANA":  # Japanese text is mostly Han characters with some kana
-        wanted = wanted and wanted + shares.get("CJK", 0.0)
-    is_right = bool(shares) and wanted > 1 - MOST_FOREIGN
+    is_right = is_written_in(options.script, reply.text)
     problem = "" if is_right else f"written in {main_script(reply.text) or 'no letters'}"
     return Outcome(values={"language_right": float(is_right)}, problem=problem)
+
+
+def is_written_in(script: str, text: str) -> bool:
+    """Whether most letters of a text are of a script of SCRIPTS."""
+    shares = script_shares(text)
+    share = shares.get(script, 0.0)
+    if script == "KANA":  # Japanese text is mostly Han characters with some kana
+        share = share and share + shares.get("CJK", 0.0)
+    return share > 1 - MOST_FOREIGN
 
 
 def score_kept(reply: Reply, options: None) -> Outcome:

@@ -285,6 +285,9 @@ def test_the_language_asked_for() -> None:
     japanese = {"kind": "language", "expect": "ja"}
     assert scored("注文は発送済みです", japanese).values["language_right"] == 1
     assert scored("订单已经发出", japanese).values["language_right"] == 0
+    asked = {"id": "language:response_language", "language": "ja"}
+    assert constraints("東京都庁は新宿区西新宿に所在する。", asked).values["constraints"] == 1
+    assert constraints("订单已经发出", asked).values["constraints"] == 0
 
 
 def test_stray_characters_but_not_a_cut_one_at_the_end() -> None:
