@@ -7,7 +7,6 @@ HumanEval has it); what follows it may be indented or not.
 from __future__ import annotations
 
 import ast
-import json
 import re
 import textwrap
 import warnings
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.checks.base import Outcome, Reply, Value, only, printable
+from eval.checks.json_text import parse_strict
 
 _OPEN = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#-]*)[^\n`]*\n", re.MULTILINE)
 _NAMES = {"python": {"python", "py", "python3"}, "json": {"json"}}
@@ -78,7 +78,9 @@ def _block(text: str, options: Options) -> tuple[str, str]:
         return text, "no code fence"
     fence, tag = opened.group(1), opened.group(2).lower()
     rest = text[opened.end() :]
-    closed = re.search(rf"^[ \t]*{re.escape(fence[0])}{{{len(fence)},}}[ \t]*$", rest, re.MULTILINE)
+    closed = re.search(
+        rf"^[ \t]*{re.escape(fence[0])}{{{len(fence)},}}[ \t\r]*$", rest, re.MULTILINE
+    )
     if closed is None:
         return rest, "the code fence is never closed"
     if tag not in _NAMES[options.language]:
@@ -100,7 +102,8 @@ def _completed(prefix: str, block: str) -> str:
 def _syntax_problem(language: str, source: str) -> str:
     try:
         if language == "json":
-            json.loads(source)
+            if problem := parse_strict(source).problem:
+                return problem
         else:
             _tree(source)
     except SyntaxError as error:

@@ -124,6 +124,7 @@ def code(text: str, **options: Any) -> Scored:
         ("```python\nx = 1", 1, 0),
         ("x = 1", 1, 0),
         ("```js\nx = 1\n```", 1, 0),
+        ("```python\r\nx = 1\r\n```\r\n", 1, 1),
         ("```python\n```", 0, 1),
         ("```python\nx = (1\n```", 0, 1),
         ("", 0, 0),
@@ -143,6 +144,11 @@ def test_completions_stand_behind_their_head(body: str) -> None:
     found = code(body, fenced=False, prefix="def add(a, b):", defines="add", parameters=["a", "b"])
     assert found.values["code_parses"] == found.values["code_defines"] == 1
     assert "code_fenced" not in found.values
+
+
+def test_json_in_a_fence_is_json_as_elsewhere() -> None:
+    for body, parses in (('{"a": 1}', 1), ('{"a": NaN}', 0), ("-Infinity", 0), ('{"a": }', 0)):
+        assert code(f"```json\n{body}\n```", language="json").values["code_parses"] == parses, body
 
 
 def test_the_wrong_function_is_no_definition() -> None:
