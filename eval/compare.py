@@ -19,6 +19,7 @@ from eval.gate import ALARM_P, EXIT_CODES, Result
 from eval.gate_rules import Answer, answer
 from eval.gate_spec import FLOOR_MARGINS, StratumRule
 from eval.measurement import Measurement
+from eval.metrics.answers import unsure
 from eval.stats import Sampling, cluster_bootstrap, holm, mcnemar_p, paired_by_cluster
 
 # Metrics whose value per document is a log-likelihood, or one with the words or bytes it is of.
@@ -256,9 +257,11 @@ class _Judge:
         scale = 1.0 if is_share else abs(float(left.mean())) or 1.0
         drops = sign * (left - right) / scale
         bad = int((~np.isfinite(drops)).sum())
-        interval = cluster_bootstrap(
-            _sums(np.nan_to_num(drops), np.ones_like(drops), clusters), _mean, self.sampling
-        )
+        sums = _sums(np.nan_to_num(drops), np.ones_like(drops), clusters)
+        interval = cluster_bootstrap(sums, _mean, self.sampling)
+        if is_share:  # of other scores nobody knows how much an item can lose
+            num_changed = len({c for c, drop in zip(clusters, drops, strict=True) if drop})
+            interval = unsure(interval, num_changed, len(sums), self.sampling.confidence)
         measurement = Measurement(
             name=self.metric, unit="drop", base=_if_share(left, is_share, sign),
             candidate=_if_share(right, is_share, sign), estimate=interval.estimate,

@@ -180,7 +180,7 @@ def graded(
     interval = cluster_bootstrap(
         sums, lambda totals: rate(totals[:, :width]) - achieved(rate, totals[:, width:]), sampling
     )
-    interval = _unsure(interval, num_changed, len(sums), sampling.confidence)
+    interval = unsure(interval, num_changed, len(sums), sampling.confidence)
     return Measurement(
         name=name,
         unit="drop",
@@ -219,7 +219,7 @@ def _clustered(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, int]:
     return base, candidate, len(changed)
 
 
-def _unsure(interval: Interval, num_changed: int, num_clusters: int, confidence: float) -> Interval:
+def unsure(interval: Interval, num_changed: int, num_clusters: int, confidence: float) -> Interval:
     """Bounds no narrower than what so few changed clusters can show.
 
     Resampling items of which none changed gives a width of zero, as if five flawless items proved

@@ -156,6 +156,17 @@ def test_scores_are_compared_by_their_mean(tmp_path: Path) -> None:
         assert made.exit_code == code
 
 
+@pytest.mark.parametrize(("n", "code"), [(8, 3), (100, 3), (150, 0)])
+def test_unchanged_scores_prove_only_what_their_number_can(
+    tmp_path: Path, n: int, code: int
+) -> None:
+    """Resampling what did not change has no width; a loss in one item of thirty may be unseen."""
+    rows = [sample(k, f1=(0.5, 0.75)[k % 2]) for k in range(n)]
+    made = judged(tmp_path, rows, rows)
+    assert made.exit_code == code
+    assert made.metrics[0].measurement.upper == pytest.approx(1 - 0.05 ** (1 / n))
+
+
 def test_scores_beyond_one_are_measured_in_the_bases_mean(tmp_path: Path) -> None:
     base = [sample(k, bleu=40 + k % 3) for k in range(60)]
     worse = [sample(k, bleu=36 + k % 3) for k in range(60)]
