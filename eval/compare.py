@@ -168,7 +168,8 @@ def _by_filter(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 def _metrics(task: str, pairs: Sequence[Pair], wanted: Callable[[str], bool]) -> list[str]:
     """The metrics of a task. EvaluationError when a sample lacks one: its loss would not show."""
-    names = [name for name in pairs[0].base.values if wanted(name)]
+    known = dict.fromkeys(name for pair in pairs for name in pair.base.values)
+    names = [name for name in known if wanted(name)]
     for pair in pairs:
         for side, sample in (("A", pair.base), ("B", pair.candidate)):
             if missing := [name for name in names if sample.values.get(name) is None]:

@@ -246,6 +246,15 @@ def test_missing_values_and_nan_are_never_a_pass(tmp_path: Path) -> None:
         judged(tmp_path / "words", words, words)
 
 
+def test_a_metric_that_the_first_sample_lacks_is_missing_not_left_out(tmp_path: Path) -> None:
+    base, candidate = (
+        [sample(k, acc=1) if k == 0 else sample(k, acc=1, f1=value) for k in range(200)]
+        for value in (1.0, 0.0)
+    )
+    with pytest.raises(EvaluationError, match="f1 is missing in A for doc_id 0"):
+        judged(tmp_path, base, candidate)
+
+
 def test_the_newest_samples_of_a_task_count(tmp_path: Path) -> None:
     old, new = of_counts(60, 10, 0)
     write_run(tmp_path / "b", of_counts(60, 0, 0)[0], date="2025-01-01T00-00-00.1")
