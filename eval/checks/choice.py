@@ -37,7 +37,7 @@ def read(row: Mapping[str, Any]) -> Options:
         raise ValueError("two of the 'choices' are alike")
     if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(choices):
         raise ValueError(f"expected 'gold' to be an index of 'choices', found {gold!r}")
-    if per not in {"choice", "byte"}:
+    if per not in ("choice", "byte"):
         raise ValueError(f"expected 'per' to be 'choice' or 'byte', found {per!r}")
     return Options(choices=tuple(choices), gold=gold, per=per)
 

@@ -39,13 +39,16 @@ def read(row: Mapping[str, Any]) -> Options:
     """`language`: python or json. `fenced`, `prefix`, `defines`, `parameters` as in Options."""
     only(row, "language", "fenced", "prefix", "defines", "parameters")
     language, defines, parameters = row.get("language"), row.get("defines"), row.get("parameters")
-    if language not in _NAMES:
+    if not isinstance(language, str) or language not in _NAMES:
         raise ValueError(f"expected 'language' to be one of {sorted(_NAMES)}, found {language!r}")
     if not isinstance(row.get("fenced", True), bool) or not isinstance(row.get("prefix", ""), str):
         raise ValueError("expected 'fenced' to be true or false and 'prefix' to be text")
-    if defines is not None and (language != "python" or not isinstance(defines, str)):
+    if defines is not None and (
+        language != "python" or not isinstance(defines, str) or not defines.isidentifier()
+    ):
         raise ValueError(f"'defines' names a Python function, found {defines!r}")
-    if parameters is not None and (defines is None or not isinstance(parameters, list)):
+    is_named = isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)
+    if parameters is not None and (defines is None or not is_named):
         raise ValueError("'parameters' is a list of names and needs 'defines'")
     return Options(
         language=language,

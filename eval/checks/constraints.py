@@ -41,7 +41,7 @@ def read(row: Mapping[str, Any]) -> Options:
 
 def _instruction(value: Any) -> Instruction:
     name = value.get("id") if isinstance(value, dict) else None
-    if name not in INSTRUCTIONS:
+    if not isinstance(name, str) or name not in INSTRUCTIONS:
         raise ValueError(f"unknown instruction {name!r}; known: {', '.join(sorted(INSTRUCTIONS))}")
     kwargs = {key: v for key, v in value.items() if key != "id" and v is not None}
     needed, optional = INSTRUCTIONS[name][1], OPTIONAL.get(name, {})

@@ -41,7 +41,7 @@ def read(row: Mapping[str, Any]) -> Options:
     """`expect`: a language of SCRIPTS."""
     only(row, "expect")
     expect = row.get("expect")
-    if expect not in SCRIPTS:
+    if not isinstance(expect, str) or expect not in SCRIPTS:
         raise ValueError(f"expected 'expect' to be one of {sorted(SCRIPTS)}, found {expect!r}")
     return Options(script=SCRIPTS[expect])
 

@@ -48,7 +48,10 @@ def read(row: Mapping[str, Any]) -> Options:
         raise ValueError(f"expected a non-empty 'tools' (list), found {tools!r}")
     if not isinstance(gold, list):
         raise ValueError(f"expected 'gold' to be a list of calls, [] for none, found {gold!r}")
-    declared = dict(_declared(tool) for tool in tools)
+    pairs = [_declared(tool) for tool in tools]
+    declared = dict(pairs)
+    if len(declared) < len(pairs):
+        raise ValueError("two of the 'tools' have the same name")
     return Options(tools=declared, gold=tuple(_wanted(call, declared) for call in gold))
 
 
@@ -57,6 +60,8 @@ def _declared(tool: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise ValueError(f"a tool needs a 'name', found {tool!r}")
     schema = _mapped(inner.get("parameters") or {"type": "object", "properties": {}})
+    if not isinstance(schema, dict):
+        raise ValueError(f"expected 'parameters' of the tool {inner['name']!r} to be an object")
     require_schema(schema)
     # An argument that the tool does not declare is an error, whether its author said so or not.
     return inner["name"], {"additionalProperties": False, **schema}
