@@ -179,11 +179,15 @@ def _mismatch(sample: str, ours: Sequence[int], theirs: Sequence[int]) -> str:
 
 
 def reading_digest(workload: Workload, text: TextProcessor) -> str:
-    """sha256 of every text used and of what the artifact's tokenizer makes of it."""
+    """sha256 of all that `check_same_reading` compares the base's reading of: every text used, what
+    the artifact's tokenizer makes of it, and the conversations, of which its template may leave out
+    what the base's shows."""
     choices = (choice for item in workload.items for choice in item.choices)
     samples = (*workload.document_texts, *workload.texts, *choices)
     rows = [[sample, text.encode(sample, add_special_tokens=False)] for sample in samples]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    said_of = zip(_conversations(workload.items), workload.items, strict=True)
+    chats = [[list(said), item.tools] for said, item in said_of]
+    return hashlib.sha256(json.dumps([rows, chats]).encode()).hexdigest()
 
 
 def template_sha256(template: str | dict[str, str] | None) -> str | None:

@@ -322,6 +322,32 @@ def test_a_template_that_treats_earlier_answers_otherwise_is_found(
         judge(dense, base=str(other), suite=suite)
 
 
+def test_a_check_that_was_passed_without_tools_is_not_one_with_them(
+    taught_model: Path, dense: Path, judge: Callable[..., Any], suite_dir: Path, tmp_path: Path
+) -> None:
+    """The artifact's template leaves tools out, so its own texts are the same with and without."""
+    other = shutil.copytree(taught_model, tmp_path / "shows-tools")
+    template = other / "chat_template.jinja"
+    template.write_text("{% if tools %}You may call functions.{% endif %}" + template.read_text())
+    few = {"base": str(other), "items": 6, "windows": 6}
+    judge(dense, **few)
+    suite = shutil.copytree(suite_dir, tmp_path / "suite")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    checks = [{"kind": "json_valid"}]
+    rows = [
+        {k: v for k, v in item_row(n).items() if k not in ("schema", "critical")}
+        | {"checks": checks, "gold": ANSWER}
+        for n in range(70)
+    ]
+    gates = tmp_path / "gates.yaml"
+    gates.write_text("version: 1\nmetrics: {json_valid: {max_drop: 0.3}}\n")
+    write_rows(suite / "extraction.jsonl", rows)
+    judge(dense, suite=suite, gates=gates, **few)
+    write_rows(suite / "extraction.jsonl", [{**row, "tools": tools} for row in rows])
+    with pytest.raises(TargetError, match="renders the chat"):
+        judge(dense, suite=suite, gates=gates, **few)
+
+
 def test_golden_rows_that_were_not_asked_are_named(
     dense: Path, judge: Callable[..., Any], suite_dir: Path, tmp_path: Path
 ) -> None:
