@@ -17,7 +17,7 @@ from statistics import NormalDist
 from eval.checks.catalogue import TASK_METRICS
 from eval.coverage import domains_of, metrics_of, missing
 from eval.errors import UsageError
-from eval.gate_spec import METRICS, GateSpec, StratumRule, load_gates
+from eval.gate_spec import FLOOR_MARGINS, METRICS, GateSpec, StratumRule, load_gates
 from eval.metrics.lengths import ENOUGH, length_bucket
 from eval.plan import POWER, Ability, ability, equal, items_to_pass
 from eval.suites import Suite, TaskItem, load_suite
@@ -46,12 +46,16 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricPlan:
-    """One rule for pass-or-fail items; needed: items for `power`, None when no number is enough."""
+    """One rule for pass-or-fail items; needed: items for `power`, None when no number is enough.
+
+    least: what the base must reach for any number to be enough, where it does not; else None.
+    """
 
     label: str
     required: bool
     ability: Ability
     needed: int | None
+    least: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +207,14 @@ def _metric_plans(spec: GateSpec, counts: Counts, seen: Seen, power: float) -> I
         )
         can = ability(replace(trial, num_items=n), power=power, num_metrics=len(rules))
         label = METRICS[name].label + (f" in {stratum}" if stratum else "")
-        yield MetricPlan(
+        plan = MetricPlan(
             label=label, required=rule.required, ability=can, needed=items_to_pass(trial, power)
         )
+        least = max(rule.floor + FLOOR_MARGINS * rule.limit, rule.at_least or 0.0)
+        if trial.base < least:
+            can = replace(can, accepts_equal=0.0)
+            plan = replace(plan, ability=can, needed=None, least=least)
+        yield plan
 
 
 def _root(name: str) -> str:
@@ -278,13 +287,20 @@ def _remarks(rows: tuple[MetricPlan, ...], asked: int, have: int) -> Iterator[st
             f"The suite holds {have} of the {asked} items: make more with "
             f"calib_data/generate.py --split gate --gate-n {asked}."
         )
+    for row in rows:
+        if row.least is not None:
+            yield (
+                f"{row.label}: the base must reach {row.least:.1%} and does not, so no number of "
+                "items accepts anything; use a stronger base or an easier suite."
+            )
     required = [row.ability.accepts_equal for row in rows if row.required]
     if len(required) > 1:
         yield (
             f"All {len(required)} required rows together accept an equal candidate with "
             f"{math.prod(required):.0%} (if independent): each one more lowers it."
         )
-    weak = [row.label for row in rows if row.required and row.ability.accepts_equal < _ENOUGH]
+    open_ = [row for row in rows if row.required and row.least is None]
+    weak = [row.label for row in open_ if row.ability.accepts_equal < _ENOUGH]
     if weak:
         yield f"Too few items for {', '.join(weak)}: expect inconclusive even of a sound artifact."
     yield (

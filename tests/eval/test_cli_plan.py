@@ -105,6 +105,22 @@ def test_a_report_brings_its_discordance(plan: Callable[..., Any], tmp_path: Pat
     assert metrics["JSON valid"]["discordance"] == pytest.approx(0.02)
 
 
+@pytest.mark.parametrize("limit", ["floor: 0.8", "at_least: 0.95"])
+def test_a_base_that_the_gate_calls_too_weak_is_never_planned_to_pass(
+    plan: Callable[..., Any], tmp_path: Path, limit: str
+) -> None:
+    gates, report = tmp_path / "gates.yaml", tmp_path / "report.json"
+    gates.write_text(f"version: 1\nmetrics: {{schema_valid: {{max_drop: 0.06, {limit}}}}}\n")
+    for base, accepts in ((0.91, False), (0.99, True)):
+        row = {"base": base, "lost": 1, "gained": 1, "num_items": 400}
+        report.write_text(json.dumps({"measurements": {"schema_valid": row}}))
+        made = json.loads(plan("--report", report, "--gates", gates, "--json")[1])
+        (metric,) = made["metrics"]
+        assert (metric["ability"]["accepts_equal"] > 0.5) is accepts
+        assert (metric["needed"] is not None) is accepts
+        assert ("no number of items" in " ".join(made["remarks"])) is not accepts
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
