@@ -8,6 +8,7 @@ Likelihoods come from /v1/completions with `echo`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -323,8 +324,10 @@ def _is_text(said: str) -> bool:
 
 
 def _is_logprob(value: Any) -> bool:
-    """Rounding may leave a little more than 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value <= 1e-3
+    """Rounding may leave a little more than 0; minus infinity would make a wrong answer of what the
+    server left out."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -math.inf < value <= 1e-3
 
 
 def _first_choice(reply: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def test_half_a_surrogate_pair_is_no_answer(served: tuple[str, Mock], text: Text
 
 def test_likelihoods_that_are_no_numbers(served: tuple[str, Mock], text: TextProcessor) -> None:
     url, mock = served
-    for nonsense in (float("nan"), 3.0, True, "x"):
+    for nonsense in (float("nan"), float("-inf"), 3.0, True, "x"):
         mock.reply = lambda path, body, said=nonsense: {
             "choices": [{"logprobs": {"token_logprobs": [said] * 200}}]
         }
