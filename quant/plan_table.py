@@ -71,8 +71,10 @@ def _table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
         padding=(0, gap),
     )  # fmt: skip
-    table.add_column("module", overflow="fold", min_width=16)
-    if not every_module:  # else the module's name says it
+    if every_module:
+        table.add_column("module", overflow="fold", min_width=16)
+    else:  # only layers give way: rich crops what a least width leaves too wide, the notes first
+        table.add_column("module", no_wrap=True)
         table.add_column("layers", justify="right", overflow="fold")
     table.add_column("out x in", justify="right", no_wrap=True)
     table.add_column("scheme", no_wrap=True)

@@ -255,6 +255,16 @@ def test_a_remark_is_said_once_for_all_rows_that_share_it() -> None:
     assert any(line.startswith("self_attn.o_proj") and line.endswith(" 2, 3") for line in lines)
 
 
+def test_scattered_layers_crop_no_remark() -> None:
+    scattered = "re:model[.]layers[.](0|2|4|6|8|10)[.]mlp[.]down_proj"
+    override = f"overrides:\n  - match: '{scattered}'\n    scheme: w8a16\n    group_size: 64\n"
+    for width in (72, 80):
+        lines = [line.rstrip() for line in printed(plan(GOOD + override), width=width).splitlines()]
+        table = lines[: lines.index("")]
+        assert any(line.endswith(" note") for line in table[:2])
+        assert any("w8a16" in line and line.endswith("kB  2, 3") for line in table)
+
+
 def test_durations_are_plain_numbers_within_half_a_unit() -> None:
     unit = {"s": 1, "min": 60, "h": 3600}
     for tenth in range(10, 100_001):
