@@ -80,7 +80,7 @@ def inspect(artifact: Artifact) -> InspectSummary:
         total_bytes=sum(sizes.values()),
         num_parameters=other_params + sum(scheme.num_weights for scheme in schemes),
         kv_cache=_kv_cache(artifact),
-        source=f"{manifest.source.path} ({manifest.source.kind})",
+        source=_source(artifact),
         source_dtype=manifest.source.dtype,
         recipe_name=manifest.recipe.name,
         recipe_sha256=manifest.recipe.sha256,
@@ -95,6 +95,12 @@ def inspect(artifact: Artifact) -> InspectSummary:
         tools=tuple(sorted(manifest.tools.items())),
         stamp=artifact.stamp,
     )
+
+
+def _source(artifact: Artifact) -> str:
+    source = artifact.manifest.source
+    merged = f" with the adapter {source.adapter.name} merged" if source.adapter else ""
+    return f"{source.path} ({source.kind}){merged}"
 
 
 def _by_scheme(artifact: Artifact, sizes: dict[str, int]) -> tuple[SchemeSummary, ...]:

@@ -19,6 +19,7 @@ from quant.adapter import AdapterSource, with_adapter
 from quant.api import quantize
 from quant.artifact.artifact import open_artifact
 from quant.artifact.errors import UnsafeCheckpointError
+from quant.artifact.summary import inspect
 from quant.errors import QuantError, SourceError, UnsupportedModelError
 from quant.source import open_source
 from quant.synthetic import SyntheticSource
@@ -194,9 +195,12 @@ def test_another_adapter_is_another_job(tiny_model: Callable[..., Path], tmp_pat
         quantize(model, "none.yaml", out=tmp_path / f"art-{lora.name}", adapter=str(lora))
         for lora in (one, two)
     ]
-    records = [open_artifact(path).manifest for path in paths]
+    artifacts = [open_artifact(path) for path in paths]
+    records = [artifact.manifest for artifact in artifacts]
     assert records[0].source.digest != records[1].source.digest
     assert records[0].recipe.overrides["adapter"] == str(one)
+    shown = [inspect(artifact).source for artifact in artifacts]
+    assert shown == [f"{model} (hf) with the adapter {name} merged" for name in ("one", "two")]
 
 
 def test_norms_that_were_trained_whole(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
