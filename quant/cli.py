@@ -224,8 +224,9 @@ def convert_command(
 ) -> None:
     """Make an artifact of the weights as they are: nothing is quantized.
 
-    A GPTQ, AWQ or compressed-tensors checkpoint of another tool keeps its codes, bit for bit.
-    The runtime runs artifacts only; this is how a plain checkpoint or GGUF becomes one.
+    A GPTQ, AWQ or compressed-tensors checkpoint of another tool keeps its codes,
+    bit for bit. The runtime runs artifacts only; this is how a plain checkpoint
+    or GGUF becomes one.
     """
     changes = {"dtype": dtype, "adapter": adapter}
     asked = Asked(model=model, recipe="none.yaml", out=out, changes=changes, keep_codes=True)

@@ -16,23 +16,24 @@ from quant.errors import CalibrationError
 
 _NAMED = 5  # of the files that are not read
 HELP = """
-Draw a calibration set from logs: no near duplicates, every source and length, e-mail, telephone,
+Draw a calibration set from logs: no near duplicates, every source and length, e-mail, telephone, \
 identity and card numbers and keys replaced (names are not found).
 
-Reads OpenAI request logs and batch files, rows of text, messages or prompt + completion (.jsonl,
-.jsonl.gz), .txt and .md (folders too), .csv, .parquet and .arrow; - is stdin (JSONL). The same
-rows and seed give the same set, in whatever order they come. Beside OUT an account is written,
-OUT with .report.json, which holds counts and hashes and no text.
+Reads OpenAI request logs and batch files, rows of text, messages or prompt +
+completion (.jsonl, .jsonl.gz), .txt and .md (folders too), .csv, .parquet and
+.arrow; - is stdin (JSONL). The same rows and seed give the same set, in
+whatever order they come. Beside OUT an account is written, OUT with
+.report.json, which holds counts and hashes and no text.
 
 [bold]Examples[/bold]
 
   [cyan]quantize sample --from requests.jsonl --out calib.jsonl[/cyan]
     256 rows: a quarter from the longest ones, the rest by traffic
 
-  [cyan]quantize sample --from logs/ --from deals/ --tokens 500000 -m MODEL --out c.jsonl[/cyan]
+  [cyan]quantize sample --from logs/ --from deals/ --tokens 500000 -m M --out c.jsonl[/cyan]
     half a million tokens as this model counts them
 
-  [cyan]quantize sample --from a.jsonl.gz --against gate.jsonl --drop-leaks --out c.jsonl[/cyan]
+  [cyan]quantize sample --from a.jsonl --against gate.jsonl --drop-leaks --out c.jsonl[/cyan]
     nothing that the gate will ask
 """
 

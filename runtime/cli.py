@@ -71,8 +71,9 @@ USAGE_ERROR: Any = typer.BadParameter.__base__
 HELP = """
 Run an artifact: serve it, talk to it, or load-test a server.
 
-An artifact is a directory made by `quantize`; a plain checkpoint or GGUF becomes one with
-`quantize convert`. Flags that vLLM has keep vLLM's names and meaning.
+An artifact is a directory made by `quantize`; a plain checkpoint or GGUF
+becomes one with `quantize convert`. Flags that vLLM has keep vLLM's names and
+meaning.
 
 [bold]Examples[/bold]
 
@@ -158,9 +159,10 @@ def serve_command(
 ) -> None:
     """Serve an artifact over an OpenAI-compatible HTTP API.
 
-    Routes: /v1/chat/completions /v1/completions /v1/models /tokenize /detokenize /health /metrics.
-    SIGTERM finishes what runs and exits 0; a second signal ends at once. Full queues answer 503
-    with Retry-After.
+    Routes: /v1/chat/completions /v1/completions /v1/models /tokenize /detokenize
+    /health /metrics.
+    SIGTERM finishes what runs and exits 0; a second signal ends at once. Full
+    queues answer 503 with Retry-After.
     """
     engine_config = EngineConfig(
         device=device, dtype=_dtype(dtype), kv_cache_dtype=_kv_dtype(kv_cache_dtype),

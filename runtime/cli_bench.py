@@ -73,14 +73,15 @@ def bench_command(
 ) -> None:
     """Load-test a server: any that speaks OpenAI's streaming chat API.
 
-    TTFT is the time to the first chunk with generated content (or whose usage counts a token); a
-    role, a keep-alive or the last usage is none. TPOT is (total - TTFT) / (n - 1). Latency and
-    throughput are over successful requests only; nothing is retried. Each request is one of: ok,
-    http_503 and the like, error_frame, cut (no end marker), empty, timeout, connect, client_limit.
+    TTFT is the time to the first chunk with generated content (or whose usage
+    counts a token); a role, a keep-alive or the last usage is none. TPOT is
+    (total - TTFT) / (n - 1). Latency and throughput are over successful requests
+    only; nothing is retried. Each request is one of: ok, http_503 and the like,
+    error_frame, cut (no end marker), empty, timeout, connect, client_limit.
 
-    Closed loop: each client sends when its last request ended. Open loop (--rate): requests are due
-    whatever the server does; how late they were sent, and whether this side's cap held them back,
-    is shown.
+    Closed loop: each client sends when its last request ended. Open loop
+    (--rate): requests are due whatever the server does; how late they were sent,
+    and whether this side's cap held them back, is shown.
     """
     from runtime.bench import (
         Load,
