@@ -85,7 +85,8 @@ def read_run(folder: Path, wanted: Callable[[str], bool] = lambda _: True) -> Ru
     if not newest:
         raise UsageError(
             f"{folder} holds no samples_TASK_DATE.jsonl; run lm-eval with --log_samples, or "
-            "evaluate lm-eval with --log-samples"
+            "evaluate lm-eval with --log-samples (artifacts and reports of `evaluate` are not "
+            "compared with each other)"
         )
     known, newest = sorted(newest), {task: of for task, of in newest.items() if wanted(task)}
     if not newest:

@@ -146,6 +146,11 @@ def read_report(path: Path) -> dict[str, Any]:
     """The values of a report.json of this major version; UsageError names what is wrong."""
     data = read_object(path)
     found, major = data.get("format_version"), REPORT_VERSION.partition(".")[0]
+    if "report_version" in data:
+        raise UsageError(
+            f"{path} is what `quantize` wrote of an artifact; give the folder that `evaluate` wrote "
+            "its report to (--out, by default ART-evaluation)"
+        )
     if not isinstance(found, str) or found.partition(".")[0] != major:
         raise UsageError(
             f"{path}: format_version is {found!r}; expected {major}.x, as `evaluate` writes it"

@@ -60,6 +60,10 @@ def read_report(path: Path) -> dict[str, Any]:
     """
     data = parse_object(path)
     found = data.get("report_version")
+    if found is None and "gates" in data:
+        raise PipelineError(
+            f"{path} is what `evaluate` wrote; its pages are made anew by `evaluate report DIR`"
+        )
     if not isinstance(found, str) or found.split(".")[0] != REPORT_VERSION.split(".")[0]:
         raise PipelineError(
             f"{path}: report_version: found {found!r}, expected {REPORT_VERSION.split('.')[0]}.x "

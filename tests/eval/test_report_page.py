@@ -273,7 +273,8 @@ def test_speeds_that_say_nothing_are_refused(
     [
         ("{", "is not valid JSON"),
         ("[]", "expected an object"),
-        ('{"report_version": "1.0"}', "expected 1.x"),
+        ("{}", "expected 1.x"),
+        ('{"report_version": "1.0"}', "give the folder that `evaluate` wrote"),
         ('{"format_version": "1.0"}', "verdict: Field required"),
     ],
 )

@@ -217,6 +217,12 @@ def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
         page.read_report(tmp_path / "report.json")
 
 
+def test_the_report_of_an_evaluation_is_sent_to_its_command(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text('{"format_version": "1.3", "gates": {}}')
+    with pytest.raises(PipelineError, match="`evaluate report DIR`"):
+        page.read_report(tmp_path / "report.json")
+
+
 def test_a_report_of_the_older_version_is_shown(tmp_path: Path) -> None:
     """Whatever has a default may be missing; warnings stand once."""
     pytest.importorskip("matplotlib")
