@@ -148,8 +148,8 @@ def read_report(path: Path) -> dict[str, Any]:
     found, major = data.get("format_version"), REPORT_VERSION.partition(".")[0]
     if "report_version" in data:
         raise UsageError(
-            f"{path} is what `quantize` wrote of an artifact; give the folder that `evaluate` wrote "
-            "its report to (--out, by default ART-evaluation)"
+            f"{path} is what `quantize` wrote of an artifact; give the folder that `evaluate` "
+            "wrote its report to (--out, by default ART-evaluation)"
         )
     if not isinstance(found, str) or found.partition(".")[0] != major:
         raise UsageError(
