@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from eval.self_test import SelfTest
 
 NAME = "self-test"
-# A defect shows on far less text than a sound artifact needs; 60 items are the fewest that can
+# A defect shows on far less text than a sound artifact needs; fewer than 59 items cannot
 # accept the base at a margin of 5 pp (`evaluate plan`).
 _DEFAULT = Amounts(num_windows=24, window_tokens=128, num_items=60, num_noise_items=8)
 _COLOURS = {"accepted": "green", "rejected": "red", "refused": "red", "inconclusive": "yellow"}
