@@ -95,7 +95,8 @@ def show(console: Console, written: Written, *, redact: bool = False) -> None:
     console.print(_verdict(e, boxed=console.is_terminal))
     console.print()
     console.print(_gate_table(e, console))
-    console.print(Text(GUARDS, style="dim"))
+    if not all(finding.rule.required for finding in e.verdict.findings):
+        console.print(Text(GUARDS, style="dim"))
     for line in wording.remarks(e):
         console.print(Text(line, style="yellow"))
     for note in e.notes:

@@ -75,5 +75,6 @@ def with_source_warning(plan: Plan, source: Source) -> Plan:
     """The plan, with a warning where something is quantized that looks quantized already."""
     if all(row.scheme.is_dense for row in plan.rows):
         return plan
-    warning = rounded_weights_warning(source)
+    model = source.base if isinstance(source, AdapterSource) else source  # merging hides the grid
+    warning = rounded_weights_warning(model)
     return replace(plan, warnings=(*plan.warnings, warning)) if warning else plan

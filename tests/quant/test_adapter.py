@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from quant.adapter import AdapterSource, with_adapter
-from quant.api import quantize
+from quant.api import prepare, quantize
 from quant.artifact.artifact import open_artifact
 from quant.artifact.errors import UnsafeCheckpointError
 from quant.artifact.summary import inspect
@@ -59,6 +59,21 @@ def save_adapter(folder: Path, tensors: dict[str, Tensor] | None = None, **chang
 
 def opened(model: Path, adapter: Path) -> AdapterSource:
     return with_adapter(open_source(str(model)), adapter)
+
+
+def test_a_model_that_looks_quantized_is_told_under_an_adapter_too(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    for name, weight in tensors.items():
+        if "proj" in name:
+            step = weight.abs().amax() / 7
+            tensors[name] = (weight / step).round() * step
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    adapter = str(save_adapter(tmp_path / "adapter"))
+    plan = prepare(str(model), "w8a16.yaml", overrides={"method": "rtn", "adapter": adapter}).plan
+    assert any("looks quantized already" in warning for warning in plan.warnings)
 
 
 def delta(tensors: dict[str, Tensor], name: str) -> Tensor:
