@@ -24,10 +24,9 @@ from quant.checkpoint import Source
 from quant.kv_layer import stored_tap
 from quant.kv_scales import scale_names
 from quant.layer_job import dense_state, quantize_input
-from quant.modelling import HEAD, Skeleton, linear_of
+from quant.modelling import EMBEDDING_WEIGHT, HEAD, Skeleton, linear_of
 from quant.sensitivity import Tell
 
-EMBEDDING = "model.embed_tokens.weight"
 # Tokens that logits are made of at once: two of [tokens, V] are in memory.
 _ROWS = 512
 
@@ -62,7 +61,7 @@ class Judge:
         hears of every layer, the first time of the model's too."""
         if self._states is None:
             self._states = self._reference(tell)
-        stream = self._embedded(artifact.reader.tensor(EMBEDDING))
+        stream = self._embedded(artifact.reader.tensor(EMBEDDING_WEIGHT))
         for index in range(self._source.num_layers):
             tell(f"judging, layer {index + 1} of {self._source.num_layers}")
             self._advance(stream, artifact, index)
@@ -74,13 +73,13 @@ class Judge:
     def _embedded(self, table: Tensor) -> Stream:
         stream = Stream(batches=self._batches)
         ids = [batch.token_ids for batch in self._batches]
-        stream.fill(self._skeleton.embed({EMBEDDING: table}, ids))
+        stream.fill(self._skeleton.embed({EMBEDDING_WEIGHT: table}, ids))
         return stream
 
     def _reference(self, tell: Tell) -> list[Tensor]:
         """The model's hidden states [B, T, H] after its last layer."""
         skeleton = self._skeleton
-        stream = self._embedded(self._source.tensor(EMBEDDING))
+        stream = self._embedded(self._source.tensor(EMBEDDING_WEIGHT))
         for index in range(self._source.num_layers):
             tell(f"judging, layer {index + 1} of {self._source.num_layers} of the original")
             layer = skeleton.build_layer(index, self._source.tensors(skeleton.layer_names(index)))

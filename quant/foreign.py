@@ -34,7 +34,7 @@ from quant.foreign_settings import (
     read_section,
 )
 from quant.kv_scales import scale_names
-from quant.modelling import HEAD, check_family, check_tensors
+from quant.modelling import EMBEDDING_WEIGHT, HEAD, check_family, check_tensors
 from quant.source import (
     DTYPES,
     QUANTIZED_MARKS,
@@ -158,10 +158,10 @@ class QuantizedSource(HFSource):
         return f"{module}.qweight" in self._reader
 
     def _float_dtype(self) -> torch.dtype:
-        dtype = self._reader.dtype("model.embed_tokens.weight")
+        dtype = self._reader.dtype(EMBEDDING_WEIGHT)
         if dtype not in DTYPES.values():
             raise SourceError(
-                f"{self.path}: tensor model.embed_tokens.weight is {dtype}; expected one of "
+                f"{self.path}: tensor {EMBEDDING_WEIGHT} is {dtype}; expected one of "
                 f"{', '.join(DTYPES)}"
             )
         return dtype

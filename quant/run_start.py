@@ -17,7 +17,7 @@ from quant.gradient_job import Gradient, learns
 from quant.layer_job import MethodSettings
 from quant.layer_store import LayerStore
 from quant.methods.gptq import GPTQSettings
-from quant.modelling import Skeleton
+from quant.modelling import EMBEDDING_WEIGHT, Skeleton
 from quant.parallel import Ranks, share_of
 from quant.plan import Plan
 from quant.provenance import RunInputs
@@ -75,7 +75,7 @@ def start_run(inputs: RunInputs, store: LayerStore, ranks: Ranks, shelves: Shelv
     windows = _window_stream(inputs, ranks)
     long_texts = _long_stream(inputs, ranks)
     streams = [stream for stream in (probe, windows, long_texts) if stream is not None]
-    embedding = stored_tensors(source, dtype, ["model.embed_tokens.weight"])
+    embedding = stored_tensors(source, dtype, [EMBEDDING_WEIGHT])
     check_ids(source, streams)
     place = partial(shelves.place, width=plan.hidden_size, dtype=skeleton.compute_dtype)
     for i, stream in enumerate(streams):
@@ -145,7 +145,7 @@ def tokens_at_once(recipe: Recipe, plan: Plan, device: str) -> int:
 
 def check_ids(source: Source, streams: Sequence[Stream]) -> None:
     """SourceError when the tokenizer makes an id that the model has no embedding for."""
-    rows = source.shape("model.embed_tokens.weight")[0]
+    rows = source.shape(EMBEDDING_WEIGHT)[0]
     batches = [batch for stream in streams for batch in stream.batches]
     largest = max((int(batch.token_ids.max()) for batch in batches), default=0)
     if largest >= rows:

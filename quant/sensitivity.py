@@ -30,7 +30,7 @@ from quant.artifact.scheme import ActivationScheme, Scheme
 from quant.capture import Batch, make_batches
 from quant.checkpoint import Source
 from quant.methods.scales import search_scales
-from quant.modelling import Skeleton, linear_of
+from quant.modelling import EMBEDDING_WEIGHT, Skeleton, linear_of
 from quant.spill import choose_home
 
 Tell = Callable[[str], None]
@@ -85,7 +85,7 @@ def fisher_sensitivity(
     # Experts see the tokens of a batch in one list: only one window each keeps windows apart.
     batches = make_batches(windows, 1 if skeleton.mixture else batch_tokens)
     kept = source.num_layers + 1 + draws
-    width = kept * source.shape("model.embed_tokens.weight")[1]
+    width = kept * source.shape(EMBEDDING_WEIGHT)[1]
     num_tokens = sum(batch.mask.numel() for batch in batches)
     home = choose_home(num_tokens * width * skeleton.compute_dtype.itemsize, device)
     doors = _forward(source, skeleton, batches, home, tell)
@@ -102,7 +102,7 @@ def _forward(
     source: Source, skeleton: Skeleton, batches: Sequence[Batch], home: torch.device, tell: Tell
 ) -> list[list[Tensor]]:
     """Hidden states [B, T, H] of every batch before layer 0, 1, ... and after the last, at home."""
-    name = "model.embed_tokens.weight"
+    name = EMBEDDING_WEIGHT
     table = {name: source.tensor(name)}
     embedded = skeleton.embed(table, [batch.token_ids for batch in batches])
     doors = [[states.to(home) for states in embedded]]

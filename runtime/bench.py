@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+from quant.artifact.staging import replace_files, staged
 from runtime.bench_client import OK, Endpoint, Outcome, check_endpoint, send
 from runtime.config import ConfigError
 
@@ -137,29 +138,25 @@ class Run:
 def check_writable(path: Path) -> None:
     """Raise ConfigError unless a report can be written there: before a load test, not after it."""
     with _json_errors(path):
-        staged = _staged(path)
-        staged.open("a").close()
-        if staged != path:
-            staged.unlink()
+        if _is_special(path):
+            path.open("a").close()
+        else:
+            staged(path).open("a").close()
+            staged(path).unlink()
 
 
 def write_report(path: Path, text: str) -> None:
     """Whole or not at all: a full disk leaves what was there. ConfigError on failure."""
     with _json_errors(path):
-        staged = _staged(path)
-        try:
-            staged.write_text(text)
-            if staged != path:
-                staged.replace(path)
-        finally:
-            if staged != path:
-                staged.unlink(missing_ok=True)
+        if _is_special(path):
+            path.write_text(text)
+        else:
+            replace_files(path.parent, {path.name: text.encode()}, durable=False)
 
 
-def _staged(path: Path) -> Path:
-    """The name a report is written under first; its own where it is no file, as /dev/stdout."""
-    is_special = path.is_symlink() or (path.exists() and not path.is_file())
-    return path if is_special else path.with_name(f".{path.name}.tmp")
+def _is_special(path: Path) -> bool:
+    """What nothing may take the place of: a link, or no file at all, as /dev/stdout."""
+    return path.is_symlink() or (path.exists() and not path.is_file())
 
 
 @contextmanager

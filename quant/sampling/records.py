@@ -107,11 +107,8 @@ def _content(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _refuse_functions(data: Mapping[str, Any], request: Mapping[str, Any], where: str) -> None:
     """OpenAI's older form of tools, which no chat template knows: the calls would be left out."""
     said = request.get("messages")
-    messages = [m for m in said if isinstance(m, Mapping)] if isinstance(said, list) else []
-    choices = (_dig(data, f"{path}.choices") for path in ("response.body", "response", "output"))
-    for found in (data.get("choices"), *choices):
-        if isinstance(found, list) and found and isinstance(found[0], Mapping):
-            messages.append(found[0].get("message") or {})
+    choices = filter(None, map(_first_choice, _answers(data)))
+    messages = [*(said if isinstance(said, list) else ()), *(c.get("message") for c in choices)]
     is_older = any(
         isinstance(m, Mapping) and (m.get("function_call") or m.get("role") == "function")
         for m in messages
@@ -147,13 +144,23 @@ def _tools(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answer(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """The assistant's message of a logged response; None when it failed or was not logged."""
-    for path in ("response.body", "response", "output", "."):
-        holder = data if path == "." else _dig(data, path)
+    for holder in _answers(data):
         if isinstance(holder, str) and holder:
             return {"role": "assistant", "content": holder}
-        choices = holder.get("choices") if isinstance(holder, Mapping) else None
-        if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
-            return _choice(choices[0])
+        if (choice := _first_choice(holder)) is not None:
+            return _choice(choice)
+    return None
+
+
+def _answers(data: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Where a logged answer may stand, the likeliest place first."""
+    return (*(_dig(data, path) for path in ("response.body", "response", "output")), data)
+
+
+def _first_choice(holder: Any) -> Mapping[str, Any] | None:
+    choices = holder.get("choices") if isinstance(holder, Mapping) else None
+    if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
+        return choices[0]
     return None
 
 

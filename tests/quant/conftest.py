@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from said import Quantize, Said
 
 from quant.cli import main
@@ -37,3 +40,16 @@ def quantize(
         return Said(code=int(caught.value.code or 0), out=out, err=err)
 
     return run
+
+
+@pytest.fixture
+def rounded_model(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
+    """A model whose linears hold 15 values each, as 4-bit weights written as floats do."""
+    model = shutil.copytree(tiny_model(), tmp_path / "rounded-model")
+    tensors = load_file(model / "model.safetensors")
+    for name, weight in tensors.items():
+        if "proj" in name:
+            step = weight.abs().amax() / 7
+            tensors[name] = (weight / step).round() * step
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    return model
