@@ -388,11 +388,11 @@ def test_a_load_test_that_does_not_end_leaves_no_report(
     assert not list(tmp_path.iterdir())
     old.write_text("earlier figures")
 
-    def full_disk(self: Path, text: str) -> int:
-        self.open("w").close()
-        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+    def full_disk(path: Path, data: bytes, *, durable: bool) -> None:
+        path.open("wb").close()
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(Path, "write_text", full_disk)
+    monkeypatch.setattr("quant.artifact.staging._write", full_disk)
     bench = ["bench", "http://127.0.0.1:9", "--requests", "1", "--json", str(old)]
     assert "No space left" in refused(bench, capsys)
     assert old.read_text() == "earlier figures"
